@@ -8,41 +8,27 @@ Each cost is an entry of ``COSTS``; by default, all are measured, one after the 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import subprocess
-import sys
-import tempfile
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing
 from functools import partial
-from itertools import repeat
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 from benchmarks import engines, harness
 from benchmarks.connector_steps import request_profile, steps, ticket_format
 from benchmarks.engines import Shape
-from benchmarks.harness import Row, Way, WorkerProcess, row
+from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.hostile_replies import replies
 from benchmarks.side_channel import known_producers
 from benchmarks.side_channel import measure as side_channel
-from kvferry.cli.bench.measure import FAR, Bench, Case
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
 from kvferry.core.messages import decode_payload
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import TicketKey, TicketSecrets
 from kvferry.core.security.ticket_proof import verify
-from kvferry.core.transport.registry import create
 from kvferry.integrations.vllm.ticket_format import read_ticket
 from kvferry.testing import CacheShape, ModelFreeEngine
-from kvferry.testing.memory import CpuBuffer
-from kvferry.testing.peers import Process
 
 # The fence: one small read for each producer rank and request.
 
@@ -153,159 +139,6 @@ def proofs(quick: bool) -> Iterator[Row]:
             )
 
 
-# The loops by which the driver ucx posts copies.
-
-
-def posting(quick: bool) -> Iterator[Row]:
-    """CPU time of the compiled loop and of the one in Python, around UCX's calls in transfers."""
-    if "ucx" not in harness.working_drivers():
-        harness.nothing("the driver ucx does not work here")
-    options = {"transports": ["self", "sm", "tcp"]}
-    case = Case(size=40_000 << 12, block=4 << 10, scattered=True)
-    with ExitStack() as stack:
-        near, arguments = CpuBuffer(case.size), {"name": "ucx", "options": options}
-        factory = "kvferry.core.transport.registry:create"
-        far = stack.enter_context(Process(factory, arguments, "cpu", case.size, FAR))
-        transport: Any = stack.enter_context(closing(create("ucx", options)))
-        move = Bench(transport, far, near, lambda _: None).checked(case)
-        get = transport._ucp.function("ucp_get_nbx")
-
-        def in_python(endpoint: int, *columns: Any) -> Any:
-            rows = (column.tolist() for column in columns)
-            return np.fromiter(map(get, repeat(endpoint), *rows), np.uint64, len(columns[0]))
-
-        loops = (transport._poster.post, in_python)
-        ways = [_posted(transport, loop, move) for loop in loops]
-        compiled, plain = harness.by_turns(ways, 3 if quick else 15)[:, :, 0]
-    yield row(
-        f"posting {case.copies:,} scattered copies of 4 KiB by ucx",
-        "calls of UCX, shm",
-        "time of a loop in Python",
-        compiled / case.copies,
-        plain / case.copies,
-        unit="µs of CPU each",
-        target="≤ 0.333",
-    )
-
-
-def _posted(transport: Any, loop: Callable[..., Any], move: Callable[[], object]) -> Way:
-    """The CPU seconds of a loop in a transfer."""
-
-    def way() -> list[float]:
-        spent = [0.0]
-
-        def post(*arguments: Any) -> Any:
-            start = time.thread_time()
-            found = loop(*arguments)
-            spent[0] += time.thread_time() - start
-            return found
-
-        with mock.patch.object(transport._poster, "post", post):
-            move()
-        return spent
-
-    return way
-
-
-# Starting.
-
-
-def startup(quick: bool) -> Iterator[Row]:
-    """What a start takes above an empty interpreter: the fastest of some rounds."""
-    commands = {
-        "import kvferry": [sys.executable, "-c", "import kvferry"],
-        "kvferry --help": [str(Path(sys.executable).parent / "kvferry"), "--help"],
-    }
-
-    def seconds(command: list[str]) -> float:
-        run = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
-        return min(harness.timed(run)()[0] for _ in range(2 if quick else 10))
-
-    empty = seconds([sys.executable, "-c", "pass"])
-    for case, command in commands.items():
-        above = max(seconds(command) - empty, 1e-3)
-        yield row("starting", case, "0.3 s", above, 0.3, unit="ms", target="≤ 1")
-
-
-# A decode engine that dies with most of prefill's cache held for it.
-
-CACHE_BLOCKS, PROMPT_TOKENS, WAITING, OTHERS = 257, 250, 4, 200
-"""Blocks of prefill's cache, of 32 tokens; requests that wait at prefill at any time; requests of
-decode's own, of which it runs one at a time: it gets to nothing else."""
-
-
-def orphaned(quick: bool) -> Iterator[Row]:
-    """Kill decode: how long until prefill goes on, and between two requests after that."""
-    harness.need_vllm()
-    from tests.engines import engines as real
-    from tests.engines.fixtures import _build
-
-    with tempfile.TemporaryDirectory() as folder:
-        scratch, model = Path(folder), Path(folder) / "model"
-        model.mkdir()
-        real.prepare({"VLLM_CACHE_ROOT": folder, "TMPDIR": folder})
-        builder = multiprocessing.get_context("forkserver").Process(target=_build, args=(model,))
-        builder.start()
-        builder.join()
-        transfer: dict[str, Any] = real.CONNECTOR | {"kv_connector_extra_config": {}}
-        kinds: dict[str, dict[str, Any]] = {
-            "kv_producer": {"num_gpu_blocks_override": CACHE_BLOCKS},
-            "kv_consumer": {"max_num_seqs": 1},
-        }
-        pair = [
-            real.Engine(
-                role, model, scratch, kv_transfer_config=transfer | {"kv_role": role}, **more
-            )
-            for role, more in kinds.items()
-        ]
-        try:
-            prefill, decode = (each.wait_started() for each in pair)
-            share, gaps = _gaps(prefill, decode, 8 if quick else 40)
-        finally:
-            for each in pair:
-                each.close()
-    section = f"decode is killed, with {100 * share:.0f} % of prefill's cache held for it"
-    for case, seconds in (
-        ("after the kill, until prefill goes on", gaps[0]),
-        ("after that, longest pause between two requests", max(gaps[1:])),
-    ):
-        yield row(section, case, "5 s", seconds, 5.0, unit="s", target="≤ 1")
-
-
-def _gaps(prefill: Any, decode: Any, count: int) -> tuple[float, list[float]]:
-    """The part of the cache that was held, and seconds from the kill, and between requests."""
-    from examples.tiny_llama import prompt
-    from tests.engines import probes
-    from tests.engines.engines import PREFILL
-
-    seeds = iter(range(1_000_000))
-
-    def submit() -> str:
-        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
-        [request] = prefill.submit(prompted, max_tokens=1, params=PREFILL)
-        return str(request)
-
-    decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
-    total = prefill.run(probes.free_blocks)
-    for _ in range(total // (PROMPT_TOKENS // 32 + 1)):
-        prompted = prompt(PROMPT_TOKENS, seed=next(seeds))
-        [ticket] = prefill.prefill(prompted)
-        decode.submit(prompted, params=ticket)
-    waiting = deque(submit() for _ in range(WAITING))
-    time.sleep(5.0)  # everything is claimed, and an honest backlog is left alone
-    if prefill.finished:
-        raise SystemExit(f"prefill went on before the kill: {prefill.finished}")
-    share = 1 - prefill.run(probes.free_blocks) / total
-    decode.kill()
-    gaps, last = [], time.perf_counter()
-    for _ in range(count):
-        prefill.results([waiting.popleft()])
-        waiting.append(submit())
-        gaps.append(time.perf_counter() - last)
-        last += gaps[-1]
-    return share, gaps
-
-
 COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "request_profile": request_profile,
     "steps": steps,
@@ -315,9 +148,6 @@ COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "replies": replies,
     "fence": fence,
     "proofs": proofs,
-    "posting": posting,
-    "startup": startup,
-    "orphaned": orphaned,
 }
 
 

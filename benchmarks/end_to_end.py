@@ -19,13 +19,10 @@ It needs vLLM's CPU build and NIXL.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,98 +39,52 @@ SHAPE = {
     "hidden_size": 64,
     "intermediate_size": 64,
 }
-BLOCK_NBYTES = 2 * 4 * BLOCK_TOKENS * 8 * 16 * 128  # of K and V in float32, all layers
 NIXL_CONNECTOR = "NixlConnector"
 ASLEEP = ", NIXL's progress thread asleep"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """An engine that prefills, and one that decodes."""
-
-    name: str
-    prefill: serving.Engine
-    decode: serving.Engine
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """It goes on, and stands still again at the end."""
-        with self.prefill.turn(), self.decode.turn():
-            yield
-
-    def first_tokens(self, prompts: Sequence[list[int]], at_once: int) -> list[float]:
-        """The median of the seconds to the first token."""
-        with self.turn():
-            tickets = self.prefill.prefill(prompts)
-            found = self.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
-        wanted = sum(map(len, prompts))
-        if {answer.reason for answer in found.each} != {"length"} or found.pulled < wanted:
-            raise SystemExit(f"{self.name}: {found.pulled:.0f} of {wanted} tokens were pulled")
-        return [float(np.median([answer.first for answer in found.each]))]
-
-    def close(self) -> None:
-        """End both."""
-        self.prefill.close()
-        self.decode.close()
+def make_fleet(most: int, stack: ExitStack) -> serving.Fleet:
+    """Engines that may have so many requests at once."""
+    blocks = (most + 4) * (PROMPT_TOKENS // BLOCK_TOKENS + 1)
+    arguments = {
+        "block_size": BLOCK_TOKENS,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": 2 * PROMPT_TOKENS,
+        "max_num_seqs": max(8, most),
+    }
+    return serving.Fleet(stack, SHAPE, arguments)
 
 
-class Fleet:
-    """Pairs on one checkpoint, which end with ``stack``."""
-
-    def __init__(self, most: int, stack: ExitStack) -> None:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
-        serving.prepare(folder)
-        self._folder, self._stack = Path(folder), stack
-        blocks = (most + 4) * (PROMPT_TOKENS // BLOCK_TOKENS + 1)
-        self._arguments = {
-            "model": str(self._folder / "model"),
-            "block_size": BLOCK_TOKENS,
-            "disable_log_stats": False,
-            "dtype": "float32",
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": blocks * BLOCK_NBYTES,
-            "num_gpu_blocks_override": blocks,
-            "max_model_len": 2 * PROMPT_TOKENS,
-            "max_num_seqs": max(8, most),
-        }
-        serving.make_model(self._folder / "model", max_tokens=2 * PROMPT_TOKENS, **SHAPE)
-
-    def launch(self, driver: str | None, *, patient: bool = False, **extra: Any) -> Pair:
-        """A pair of KVFerryConnector over a driver, or of NixlConnector; it has to be its turn."""
-        name = f"{driver or NIXL_CONNECTOR}{'-asleep' * patient}{'-staged' * bool(extra)}"
-        harness.say(f"starting two engines: {name}")
-        transfer: dict[str, Any] = {"kv_load_failure_policy": "fail", "kv_buffer_device": "cpu"}
-        if driver is None:
-            transfer |= {"kv_connector": NIXL_CONNECTOR}
-        else:
-            transfer |= serving.KVFERRY | {"kv_connector_extra_config": {"driver": driver, **extra}}
-        # Prompts come again and again: prefill keeps them, decode must not.
-        both = [
-            serving.Engine(
-                f"{name}-{role}",
-                self._folder,
-                self._arguments
-                | {"kv_transfer_config": transfer | {"kv_role": role}}
-                | {"enable_prefix_caching": role == "kv_producer"},
-                patient=patient,
-            )
-            for role in ("kv_producer", "kv_consumer")
-        ]
-        pair = Pair(name=name, prefill=both[0], decode=both[1])
-        self._stack.callback(pair.close)
-        with pair.turn():
-            for engine in both:
-                engine.started()
-        return pair
+def launch(
+    fleet: serving.Fleet, driver: str | None, *, patient: bool = False, **extra: Any
+) -> serving.Pair:
+    """A pair of KVFerryConnector over a driver, or of NixlConnector."""
+    name = f"{driver or NIXL_CONNECTOR}{'-asleep' * patient}{'-staged' * bool(extra)}"
+    transfer = {"kv_connector": NIXL_CONNECTOR, "kv_load_failure_policy": "fail"}
+    if driver is not None:
+        transfer = serving.kvferry(driver, **extra)
+    transfer |= {"kv_buffer_device": "cpu"}
+    roles = (transfer | {"kv_role": role} for role in ("kv_producer", "kv_consumer"))
+    return fleet.pair(name, *roles, caches=True, patient=patient)
 
 
-def beside(pairs: Sequence[Pair], at_once: int, rounds: int) -> harness.Times:
+def first_tokens(pair: serving.Pair, prompts: Sequence[list[int]], at_once: int) -> list[float]:
+    """The median of the seconds to the first token."""
+    with pair.turn():
+        tickets = pair.prefill.prefill(prompts)
+        found = pair.decode.ask(prompts, tickets, at_once, MAX_TOKENS)
+    found.check(prompts)
+    return [float(np.median([answer.first for answer in found.each]))]
+
+
+def beside(pairs: Sequence[serving.Pair], at_once: int, rounds: int) -> harness.Times:
     """All pairs by turns: seconds to the first token."""
     from examples.tiny_llama import prompt
 
     harness.say(f"{pairs[0].name}, {at_once} at once")
     given = [prompt(PROMPT_TOKENS, seed) for seed in range(max(at_once, 2))]
-    ways = [partial(pair.first_tokens, given, at_once) for pair in pairs]
+    ways = [partial(first_tokens, pair, given, at_once) for pair in pairs]
     return harness.by_turns(ways, rounds)[:, :, 0]
 
 
@@ -146,11 +97,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     at_once = options.at_once or ([2] if options.quick else usual)
     with ExitStack() as stack:
         if options.staging:
-            fleet = Fleet(max(at_once), stack)
-            pairs = [
-                fleet.launch("loopback", staging=True, staging_timeout=600.0),
-                fleet.launch("loopback"),
-            ]
+            fleet = make_fleet(max(at_once), stack)
+            staged = launch(fleet, "loopback", staging=True, staging_timeout=600.0)
+            pairs = [staged, launch(fleet, "loopback")]
             section = "time to decode's first token, staged on both sides"
             for number in at_once:
                 ours, theirs = beside(pairs, number, rounds)
@@ -159,10 +108,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             return
         if "nixl" not in working:
             harness.nothing(f"{NIXL_CONNECTOR} needs NIXL, which does not work here")
-        fleet = Fleet(max(at_once), stack)
-        others = [fleet.launch(None), fleet.launch(None, patient=True)]
+        fleet = make_fleet(max(at_once), stack)
+        others = [launch(fleet, None), launch(fleet, None, patient=True)]
         for name in options.driver or working:
-            ours = fleet.launch(name)
+            ours = launch(fleet, name)
             for number in at_once:
                 # Where few are at once, and it is soon done, more often.
                 more = 1 if options.quick or number > 8 else 2 if number > 1 else 4

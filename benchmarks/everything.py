@@ -1,19 +1,15 @@
 """All benchmarks, one after the other, and the page that shows them: ``make bench``.
 
-    python -m benchmarks.everything [--only NAME]... [--against [FILE]] [--again] [--long]
-                                     [--newer FOLDER]
+    python -m benchmarks.everything [--only NAME]... [--against [FILE]] [--long] [--newer FOLDER]
 
 It takes about 15 minutes on two cores that do nothing else; parts that take longer are run with
-``--long`` or ``--only``. Results and page are in ``build/bench``. After an interruption or a
-failure, call it again: parts that were measured on this machine, with this source of kvferry and of
-the benchmarks, are not measured again. A benchmark that cannot run here is left out with the
-reason.
+``--long`` or ``--only``. Results and page are in ``build/bench``; what an earlier run has measured
+of other parts stays there. A benchmark that cannot run here is left out with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import platform
 import re
@@ -21,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -48,8 +44,7 @@ LIBRARIES = (
     "libucx-cu12",
     "llvmlite",
 )
-EXTENTS = ("quick", "short", "long")  # how much a run measures, ascending
-WORSE, UNUSABLE, INTERRUPTED = 1, 2, 130
+WORSE, UNUSABLE = 1, 2
 """Exit statuses. ``WORSE`` is also that of a run in which a part has failed."""
 
 console = Console(stderr=True, highlight=False)
@@ -88,9 +83,6 @@ PARTS = (
     Part("replies", "What hostile replies cost", "costs replies"),
     Part("fence", "What the fence costs", "costs fence"),
     Part("proofs", "What proofs of tickets cost", "costs proofs"),
-    Part("posting", "What posting copies by ucx costs", "costs posting"),
-    Part("startup", "What starting costs", "costs startup"),
-    Part("orphaned", "How long prefill stands still when decode dies", "costs orphaned"),
 )
 
 
@@ -101,14 +93,18 @@ def main() -> int:
     except results.BaselineError as exc:
         console.print(f"[red]{exc}[/]")
         return UNUSABLE
-    parts, kept = _parts(options), options.out / "results.json"
+    parts, kept, failed = _parts(options), options.out / "results.json", 0
     store = results.loads(kept.read_bytes()) if kept.exists() else {}
-    try:
-        failed = _measure(parts, store, options)
-    except KeyboardInterrupt:
-        console.print("interrupted; the parts that were measured are kept: call it again to go on")
-        return INTERRUPTED
-    results.write_page(store, {part.name: part.title for part in PARTS}, options.out / "page.md")
+    for index, part in enumerate(parts):
+        console.print(f"[bold]{index + 1}/{len(parts)} {part.name}[/]: {part.title}")
+        old, entry = store.get(part.name, results.Entry()), _run(part, options)
+        if entry.why_not:  # rows stay until there are others
+            entry.conditions, entry.rows = old.conditions, old.rows
+        failed += bool(entry.failed)
+        store[part.name] = entry
+        results.save(kept, store)
+        results.write_page(store, {each.name: each.title for each in PARTS}, kept.parent)
+    console.print(f"{failed} failed; see {options.out}/page.md")
     now = {part.name: store[part.name] for part in parts if not store[part.name].why_not}
     worse = before is not None and _compared(before, now, options.margin)
     return WORSE if failed or worse else 0
@@ -125,52 +121,20 @@ def _parts(options: argparse.Namespace) -> list[Part]:
     return [part for part in PARTS if part not in left_out]
 
 
-def _measure(parts: Sequence[Part], store: results.Store, options: argparse.Namespace) -> int:
-    """Measure the parts that have no fresh results, and return how many have failed."""
-    failed, began = 0, time.monotonic()
-    now = _machine() | {"source": _source(), "extent": options.extent}
-    for index, part in enumerate(parts):
-        console.print(f"[bold]{index + 1}/{len(parts)} {part.name}[/]: {part.title}")
-        old = store.get(part.name, results.Entry())
-        if not options.again and _is_fresh(old, now):
-            date = old.conditions["date"]
-            console.print(f"   measured on {date} already; --again measures it anew")
-            continue
-        entry = store[part.name] = _run(part, options, now)
-        if entry.why_not:  # rows stay until there are others
-            entry.conditions, entry.rows = old.conditions, old.rows
-        failed += bool(entry.failed)
-        results.save(options.out / "results.json", store)
-    console.print(f"{time.monotonic() - began:.0f} s in all; see {options.out}/page.md")
-    if failed:
-        console.print(f"{failed} failed: call it again to measure only what is missing")
-    return failed
-
-
-def _is_fresh(entry: results.Entry, now: Mapping[str, Any]) -> bool:
-    """Return whether a part was measured under the present conditions, at least as extensively."""
-    then = entry.conditions
-    enough = then.get("extent") in EXTENTS[EXTENTS.index(now["extent"]) :]
-    same = entry.machine == results.Entry(conditions=dict(now)).machine
-    return not entry.why_not and enough and same and then.get("source") == now["source"]
-
-
 def _compared(before: results.Store, after: results.Store, margin: float) -> bool:
     """Print the cases that have changed, and return whether any became worse beyond the margin."""
     found = results.changes(before, after)
     width = None if sys.stdout.isatty() else 160
     Console(width=width, highlight=False).print(results.changes_table(found, margin))
-    if differing := results.differing(before, after):
-        console.print(f"not as in the earlier results: {', '.join(differing)}")
     worse = sum(change.is_worse(margin) for change in found)
     console.print(
         f"{len(found)} cases have changed, {worse} became worse by more than {margin:.0%} "
-        f"(--margin); {results.unmatched(before, after)} have no earlier result"
+        "(--margin)"
     )
     return worse > 0
 
 
-def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> results.Entry:
+def _run(part: Part, options: argparse.Namespace) -> results.Entry:
     """Run a part and return its rows, or the reason why there are none."""
     date, load = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), _load()
     extent = {"quick": "--quick", "short": part.short, "long": ""}[options.extent].split()
@@ -179,12 +143,10 @@ def _run(part: Part, options: argparse.Namespace, now: dict[str, Any]) -> result
         file = Path(folder) / "rows.json"
         script, *arguments = part.command.split()
         command = [sys.executable, "-m", f"benchmarks.{script}", "--json", str(file)]
-        started = time.monotonic()
         status, said = _called([*command, *arguments, *extent, *newer])
-        console.print(f"   {time.monotonic() - started:.0f} s")
         try:
             rows = msgspec.json.decode(file.read_bytes(), type=list[harness.Row])
-            conditions = now | {"date": date, "load": load, "load after": _load()}
+            conditions = _machine() | {"date": date, "load": load, "load after": _load()}
             return results.Entry(conditions=conditions, rows=rows)
         except (OSError, ValueError) as exc:
             why = said[-1] if said else f"status {status}, and no rows: {exc}"
@@ -227,15 +189,6 @@ def _machine() -> dict[str, Any]:
     return found
 
 
-def _source() -> str:
-    """Return a hash of the source of kvferry and of the benchmarks."""
-    found = hashlib.sha256()
-    for folder in (results.ROOT / "kvferry", HERE):
-        for file in sorted(folder.rglob("*.py")):
-            found.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()[:16]
-
-
 def _load() -> float:
     return round(os.getloadavg()[0], 1)
 
@@ -262,9 +215,6 @@ def _options() -> argparse.Namespace:
         type=float,
         default=0.2,
         help="with --against: by what part a ratio may become worse; default 0.2",
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="measure also what was measured with this source here"
     )
     extent = parser.add_mutually_exclusive_group()
     for name, what in (

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RELEASE = "benchmarks/results/release.json"
 """The results of the last release, with which ``--against`` compares."""
 BUSY = "**Other work wanted the same cores meanwhile: take these figures as rough.**"
-VARYING = ("date", "load", "load after", "source", "extent")
+VARYING = ("date", "load", "load after")
 """Conditions that are not those of the machine and its software."""
 HIGHER_IS_BETTER = ("speed of ", "that with ")
 """Ratios to one of these are better if higher: what they compare is a rate."""
@@ -48,11 +48,6 @@ class Entry(Struct, kw_only=True, omit_defaults=True):
     failed: str = ""
     missing: str = ""
     rows: list[Row] = []
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        """The machine and the software with which it was measured."""
-        return {k: v for k, v in self.conditions.items() if k not in VARYING}
 
     @property
     def why_not(self) -> str:
@@ -87,9 +82,9 @@ def _json(found: object) -> str:
 # The page.
 
 
-def write_page(store: Store, titles: Mapping[str, str], path: Path) -> None:
+def write_page(store: Store, titles: Mapping[str, str], folder: Path) -> None:
     """Write the page of all parts, in the order of their titles."""
-    with path.open("w", encoding="utf-8") as file:
+    with (folder / "page.md").open("w", encoding="utf-8") as file:
         page = Console(file=file, width=1000, highlight=False, markup=False)
         page.print(HEAD)
         every = [(name, row) for name in titles if name in store for row in store[name].rows]
@@ -111,7 +106,7 @@ def _said(name: str, entry: Entry | None) -> Iterator[str]:
         return
     if found := entry.conditions:
         loads = [found["load"], found["load after"]]
-        machine = ", ".join(f"{key} {value}" for key, value in entry.machine.items())
+        machine = ", ".join(f"{k} {v}" for k, v in found.items() if k not in VARYING)
         busy = f" {BUSY}" if max(loads) > found.get("cores", 1) else ""
         yield f"`{name}`, {found['date']}, load {loads[0]} to {loads[1]}; {machine}.{busy}"
     if entry.why_not:
@@ -172,17 +167,6 @@ def changes(before: Store, after: Store) -> list[Change]:
         if key in earlier and (earlier[key].high < row.low or row.high < earlier[key].low)
     ]
     return sorted(found, key=lambda change: change.factor)
-
-
-def unmatched(before: Store, after: Store) -> int:
-    """Return how many cases of ``after`` are not in ``before``."""
-    return len(_by_case(after).keys() - _by_case(before).keys())
-
-
-def differing(before: Store, after: Store) -> list[str]:
-    """Return the names of the conditions, such as the processor, that are not as they were."""
-    pairs = [(before[name].machine, after[name].machine) for name in before.keys() & after]
-    return sorted({key for a, b in pairs for key in a | b if a.get(key) != b.get(key)})
 
 
 def _by_case(store: Store) -> dict[tuple[str, str, str, str], Row]:

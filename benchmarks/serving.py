@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.engines.engines import ENVIRONMENT, START_SECONDS
+from benchmarks import harness
+from tests.engines.engines import CONNECTOR, ENVIRONMENT, START_SECONDS, run_apart
 from tests.engines.engines import PREFILL as PREFILL
 
 ROOT = Path(__file__).parent.parent
-KVFERRY = {
-    "kv_connector": "KVFerryConnector",
-    "kv_connector_module_path": "kvferry.integrations.vllm",
-}
 ANSWER_SECONDS = 120.0
 SIDE_CHANNELS = itertools.count(int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "15600")))
 """Ports for NixlConnector, one for each engine."""
@@ -34,11 +32,18 @@ SIDE_CHANNELS = itertools.count(int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT"
 Ticket = dict[str, Any]
 
 
+def kvferry(driver: str, **extra: Any) -> dict[str, Any]:
+    """Return a ``kv_transfer_config`` without a role; what cannot be loaded is an error."""
+    settings = {"driver": driver, **extra}
+    return CONNECTOR | {"kv_load_failure_policy": "fail", "kv_connector_extra_config": settings}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Of one request: seconds to its first token, the reason of its end, and its ticket."""
+    """Of one request: seconds to its first token, all tokens, why it ended, and its ticket."""
 
     first: float
+    tokens: list[int]
     reason: str
     ticket: Ticket | None
 
@@ -52,18 +57,73 @@ class Answers:
     seconds: float
     pulled: float
 
-
-def make_model(folder: Path, **shape: Any) -> None:
-    """Write a checkpoint, by ``examples.tiny_llama.build`` in a process that ends then."""
-    context = multiprocessing.get_context("forkserver")
-    builder = context.Process(target=_build, args=(folder, shape))
-    builder.start()
-    builder.join()
-    if builder.exitcode:
-        raise SystemExit("no checkpoint could be made; transformers and torch make it")
+    def check(self, prompts: Sequence[list[int]]) -> None:
+        """End the benchmark unless all prompts came from the other engine, and were answered."""
+        wanted, reasons = sum(map(len, prompts)), {answer.reason for answer in self.each}
+        if reasons != {"length"} or self.pulled < wanted:
+            raise SystemExit(f"{self.pulled:.0f} of {wanted} tokens were pulled; ended: {reasons}")
 
 
-def _build(folder: Path, shape: dict[str, Any]) -> None:
+class Fleet:
+    """Engines of one model, whose checkpoint is made here; they end with ``stack``."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, shape: dict[str, int], arguments: dict[str, Any]
+    ) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-bench-"))
+        prepare(folder)
+        self._folder, self._stack = Path(folder), stack
+        model = self._folder / "model"
+        run_apart(build_llama, model, max_tokens=arguments["max_model_len"], **shape)
+        tokens = arguments["num_gpu_blocks_override"] * arguments["block_size"]
+        self._arguments = {
+            "model": str(model),
+            "disable_log_stats": False,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": tokens * token_nbytes(shape),
+            **arguments,
+        }
+
+    def engine(self, name: str, transfer: dict[str, Any], **options: Any) -> Engine:
+        """Start an engine; ``options`` are those of ``Engine``, or further arguments of vLLM's."""
+        own = {key: options.pop(key) for key in ("patient", "cores") if key in options}
+        arguments = self._arguments | {"kv_transfer_config": transfer} | options
+        engine = Engine(name, self._folder, arguments, **own)
+        self._stack.callback(engine.close)
+        return engine
+
+    def pair(
+        self,
+        name: str,
+        prefill: dict[str, Any],
+        decode: dict[str, Any],
+        *,
+        caches: bool = False,
+        **options: Any,
+    ) -> Pair:
+        """Start two engines, and let them stand still; prefill may keep prompts that come again."""
+        harness.say(f"starting two engines: {name}")
+        short = name.replace(" ", "-")
+        own = {"enable_prefix_caching": True} if caches else {}
+        pair = Pair(
+            name=name,
+            prefill=self.engine(f"{short}-prefill", prefill, **options | own),
+            decode=self.engine(f"{short}-decode", decode, **options),
+        )
+        with pair.turn():
+            pair.prefill.started()
+            pair.decode.started()
+        return pair
+
+
+def token_nbytes(shape: dict[str, int]) -> int:
+    """Return the bytes of a token: K and V in float32, on all layers."""
+    return 2 * 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+
+
+def build_llama(folder: Path, **shape: int) -> None:
+    """Write a checkpoint; in a process of its own."""
     from examples.tiny_llama import build
 
     build(folder, **shape)
@@ -181,6 +241,26 @@ class Engine:
         raise SystemExit(f"an engine ended, or is silent for {seconds:.0f} s; its log:\n{end}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """An engine that prefills, and one that decodes."""
+
+    name: str
+    prefill: Engine
+    decode: Engine
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Both go on, and stand still again at the end."""
+        with self.prefill.turn(), self.decode.turn():
+            yield
+
+    def close(self) -> None:
+        """End both."""
+        self.prefill.close()
+        self.decode.close()
+
+
 # In the engine's process.
 
 
@@ -288,8 +368,12 @@ async def _answer(engine: Any, prompt: list[int], ticket: Ticket, max_tokens: in
         last = output
     if last is None:
         raise RuntimeError("vLLM answered nothing")
+    [sample] = last.outputs
     return Answer(
-        first=first, reason=str(last.outputs[0].finish_reason), ticket=last.kv_transfer_params
+        first=first,
+        tokens=list(sample.token_ids),
+        reason=str(sample.finish_reason),
+        ticket=last.kv_transfer_params,
     )
 
 

@@ -13,21 +13,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import Any, NamedTuple, Self
 
 sys.path.insert(0, str(Path(__file__).parent))  # the engines' processes import this file by name
 import tiny_llama
@@ -35,7 +28,6 @@ import tiny_llama
 # How many tokens the prompts have. A block has 32; some prompts fill their last block, some do not.
 LENGTHS = (5, 16, 31, 32, 33, 64, 100, 255, 256, 300, 511)
 TOKENS_TO_GENERATE = 24
-START_SECONDS = 300.0
 
 # What vLLM's CPU build needs on one small machine.
 ENVIRONMENT = {
@@ -85,26 +77,13 @@ FOR_ANOTHER_ENGINE = {
 # ... and what comes back is the ticket, which goes with the same prompt to the decode engine.
 Ticket = dict[str, Any]
 
-console = Console()
 
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(NamedTuple):
     """An engine's answer to one request, with a ticket if another engine will decode it."""
 
     tokens: list[int]
     finish_reason: str
     ticket: Ticket | None
-
-
-@dataclass(kw_only=True)
-class Row:
-    """A row of the table: prompts that were handed over together."""
-
-    what: str
-    prompt_tokens: int
-    counted: Counter[str]  # by the decode engine meanwhile, as of ``figures``
-    same: bool  # whether every text was that of the ordinary engine
 
 
 # In the engines' processes.
@@ -113,11 +92,9 @@ class Row:
 def serve(pipe: Connection, model: str, transfer: dict[str, Any] | None, log: str) -> None:
     """Run a vLLM engine (``vllm.LLM``, without ``transfer`` an ordinary one) behind a pipe.
 
-    It sends "ready", then an answer, what ``generate`` and ``figures`` return, for each list of
-    requests that it gets. ``None`` instead of requests ends it.
+    It sends "ready", then what ``generate`` and ``figures`` return for each list of requests that
+    it gets. ``None`` instead of requests ends it.
     """
-    if not Path(log).exists():
-        return  # the demo was interrupted before this process began
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -165,9 +142,9 @@ def figures(llm: Any) -> Counter[str]:
     for metric in llm.get_metrics():
         if metric.name == "vllm:prompt_tokens_by_source":
             if metric.labels.get("source") == "external_kv_transfer":
-                found["pulled_tokens"] += metric.value
+                found["tokens"] += metric.value
         elif metric.name == "vllm:kvferry_bytes":
-            found["nbytes"] += metric.value
+            found["bytes"] += metric.value
         elif metric.name == "vllm:kvferry_load_seconds":
             found["seconds"] += metric.sum
     return found
@@ -176,28 +153,31 @@ def figures(llm: Any) -> Counter[str]:
 # In the process that plays the router.
 
 
-@dataclass(kw_only=True)
 class Engine:
     """An engine in a process of its own, as the router sees it."""
 
-    name: str
-    process: Any
-    pipe: Connection
-    log: Path
-    figures: Counter[str] = field(default_factory=Counter)  # after its last answer
+    def __init__(self, name: str, model: Path, transfer: dict[str, Any] | None = None) -> None:
+        """Begin to start it; ``wait_ready`` returns when it has started."""
+        self.figures: Counter[str] = Counter()  # after its last answer
+        self._name, self._log = name, model.parent / f"{name}.log"
+        self._pipe, theirs = multiprocessing.Pipe()
+        # Forked from a process that has imported vLLM, which takes longer than to start an engine.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["vllm"])
+        arguments = (theirs, str(model), transfer, str(self._log))
+        self._process = context.Process(target=serve, args=arguments)
+        self._process.start()
+        theirs.close()
 
-    @property
-    def ready(self) -> bool:
-        """Whether the engine has started; to be asked until it is true, and no longer."""
-        if self.process.is_alive() and not self.pipe.poll():
-            return False
-        self.receive()
-        return True
+    def wait_ready(self) -> Self:
+        """Wait until it has started; exit with the end of its log if it ends instead."""
+        self._receive()
+        return self
 
     def ask(self, *requests: tuple[list[int], int, Ticket | None]) -> list[Answer]:
         """Send requests to the engine all at once, and wait for all answers."""
-        self.pipe.send(requests)
-        answers, self.figures = self.receive()
+        self._pipe.send(requests)
+        answers, self.figures = self._receive()
         return list(answers)
 
     def prefill(self, *prompts: list[int]) -> list[Ticket]:
@@ -210,143 +190,47 @@ class Engine:
         pairs = zip(prompts, tickets, strict=True)
         return self.ask(*((prompt, TOKENS_TO_GENERATE, ticket) for prompt, ticket in pairs))
 
-    def receive(self) -> Any:
-        """Wait for the engine's next message, and return it; exit if the engine has ended."""
-        while self.process.is_alive():
-            if self.pipe.poll(0.2):
-                return self.pipe.recv()
-        end = self.log.read_text(errors="replace")[-3000:]
-        raise SystemExit(f"the {self.name} engine ended:\n{end}")
-
-
-def end(engines: Sequence[Engine], seconds: float) -> None:
-    """Tell engines to end, and kill those that have not ended in time."""
-    for engine in engines:
+    def close(self) -> None:
+        """End it."""
         with suppress(OSError):
-            engine.pipe.send(None)
-    until = time.monotonic() + seconds
-    for engine in engines:
-        engine.process.join(max(until - time.monotonic(), 0.0))
-        engine.process.kill()
-        engine.process.join()
+            self._pipe.send(None)
+        self._process.join(15)
+        self._process.kill()
+        self._process.join()
 
-
-def fork_server() -> Any:
-    """Return a multiprocessing context whose processes are forked from one that has imported vLLM.
-
-    Importing takes longer than starting an engine. The fork server starts with SIGINT blocked, and
-    so do the engines: on Ctrl-C, only this process is interrupted, and ends the engines.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm"])
-    resource_tracker.ensure_running()  # it unblocks the signal when it starts
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    return context
-
-
-def start(name: str, model: Path, transfer: dict[str, Any] | None) -> Engine:
-    """Start an engine, and return it without waiting until it is ``ready``."""
-    ours, theirs = multiprocessing.Pipe()
-    log = model.parent / f"{name}.log"
-    log.touch()
-    process = fork_server().Process(
-        target=serve, args=(theirs, str(model), transfer, str(log)), name=name
-    )
-    process.start()
-    theirs.close()
-    return Engine(name=name, process=process, pipe=ours, log=log)
-
-
-def wait_until_ready(engines: Sequence[Engine]) -> None:
-    """Wait until all engines have started, and show which are still starting; exit if one ends."""
-    began, waiting = time.monotonic(), list(engines)
-    console.print(f"starting {len(engines)} vLLM engines (half a minute to two)")
-    with console.status("") as status:
-        while waiting:
-            names = ", ".join(engine.name for engine in waiting)
-            seconds = time.monotonic() - began
-            status.update(f"{seconds:3.0f} s, starting: {names}")
-            if seconds > START_SECONDS:
-                raise SystemExit(f"not ready after {seconds:.0f} s: {names}")
-            time.sleep(0.2)
-            waiting = [engine for engine in waiting if not engine.ready]
-    console.print(f"{len(engines)} vLLM engines started in {time.monotonic() - began:.0f} s")
+    def _receive(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            end = self._log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"the {self._name} engine ended:\n{end}") from None
 
 
 def hand_over(
-    prefill: Engine, decode: Engine, prompts: list[list[int]], texts: list[list[int]], what: str
-) -> Row:
-    """Hand prompts over all at once, and compare with the texts of an ordinary engine."""
+    prefill: Engine, decode: Engine, prompts: list[list[int]], texts: list[list[int]]
+) -> bool:
+    """Hand prompts over all at once; show what moved, and return whether the texts are these."""
     before = decode.figures
     answers = decode.decode(prompts, prefill.prefill(*prompts))
-    return Row(
-        what=what,
-        prompt_tokens=sum(map(len, prompts)),
-        counted=decode.figures - before,
-        same=[answer.tokens for answer in answers] == texts,
+    found, tokens = decode.figures - before, sum(map(len, prompts))
+    same = [answer.tokens for answer in answers] == texts
+    print(
+        f"{len(prompts):7}{tokens:15,}{found['tokens']:15,.0f}{found['bytes']:12,.0f}"
+        f"{found['seconds'] * 1e3:9.1f}   {'as of one engine' if same else 'ANOTHER TEXT'}"
     )
+    return same and found["tokens"] == tokens
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(
-        title="KV cache handed from the prefill engine to the decode engine",
-        caption="milliseconds: from the start of a load to its end, added up over the prompts",
-    )
-    table.add_column("sent")
-    for heading in ("prompt\ntokens", "tokens\npulled", "bytes", "milli-\nseconds"):
-        table.add_column(heading, justify="right")
-    table.add_column("same text as one\nordinary engine")
-    for row in rows:
-        table.add_row(
-            row.what,
-            f"{row.prompt_tokens:,}",
-            f"{row.counted['pulled_tokens']:,.0f}",
-            f"{row.counted['nbytes']:,.0f}",
-            f"{row.counted['seconds'] * 1e3:,.1f}",
-            "[green]yes" if row.same else "[red]NO",
-        )
-    console.print(table)
-
-
-def start_all(folder: Path) -> dict[str, Engine]:
-    """Start an ordinary engine and three that hand caches over, all with one tiny Llama."""
-    console.print("building a tiny Llama (a few seconds)")
-    with console.status("building a tiny Llama"):
-        model = tiny_llama.build(folder / "tiny-llama")
-    roles = {"ordinary": None, "prefill": PREFILL, "decode": DECODE, "unverified": CREDULOUS}
-    engines: dict[str, Engine] = {}
-    try:
-        for name, transfer in roles.items():
-            engines[name] = start(name, model, transfer)
-        wait_until_ready(list(engines.values()))
-    except BaseException:
-        end(list(engines.values()), 0.0)
-        raise
-    return engines
-
-
-def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> list[Row]:
-    """Hand over each prompt alone, then all of them at once; return a row for each hand-over."""
+def hand_over_all(ordinary: Engine, prefill: Engine, decode: Engine) -> bool:
+    """Hand over each prompt alone, then all of them at once."""
     prompts = [tiny_llama.prompt(length) for length in LENGTHS]
-    answers = ordinary.decode(prompts, [None] * len(prompts))
-    texts = [answer.tokens for answer in answers]
-    rows = [
-        hand_over(prefill, decode, [prompt], [text], "alone")
+    texts = [answer.tokens for answer in ordinary.decode(prompts, [None] * len(prompts))]
+    print("prompts  prompt tokens  tokens pulled       bytes       ms   text")
+    right = [
+        hand_over(prefill, decode, [prompt], [text])
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    return [*rows, hand_over(prefill, decode, prompts, texts, f"all {len(prompts)} at once")]
-
-
-def checks_of(rows: Sequence[Row]) -> dict[str, bool]:
-    """Return whether the rows show what they should."""
-    pulled = (row.counted["pulled_tokens"] == row.prompt_tokens for row in rows)
-    return {
-        "every text is that of one ordinary engine": all(row.same for row in rows),
-        "every prompt token came through the transfer": all(pulled),
-    }
+    return all([*right, hand_over(prefill, decode, prompts, texts)])
 
 
 def checks_of_swaps(
@@ -362,10 +246,10 @@ def checks_of_swaps(
     [text_of_mine, text_of_other] = ordinary.decode([mine, other], [None, None])
     [refused] = decode.decode([mine], prefill.prefill(other))
     [believed] = credulous.decode([mine], prefill.prefill(other))
-    after = hand_over(prefill, decode, [mine], [text_of_mine.tokens], "alone")
     return {
         "a ticket of another prompt is refused, and the engine serves on": (
-            refused.finish_reason == "error" and after.same
+            refused.finish_reason == "error"
+            and hand_over(prefill, decode, [mine], [text_of_mine.tokens])
         ),
         "control: with verify_prompt off, prompt X decoded with Y's cache gives Y's text: it is "
         "the cache that decides": believed.tokens == text_of_other.tokens != text_of_mine.tokens,
@@ -374,19 +258,20 @@ def checks_of_swaps(
 
 def run(folder: Path) -> bool:
     """Run the demo, and return whether everything was as it should be."""
-    engines = start_all(folder)
-    seconds = 0.0
-    try:
-        ordinary, prefill, decode, credulous = engines.values()
-        rows = hand_over_all(ordinary, prefill, decode)
-        show(rows)
-        checks = checks_of(rows) | checks_of_swaps(ordinary, prefill, decode, credulous)
-        for what, holds in checks.items():
-            console.print(f"{'[green]yes' if holds else '[red]NO '}[/] {what}")
-        seconds = 15.0
-        return all(checks.values())
-    finally:
-        end(list(engines.values()), seconds)
+    print("making a tiny Llama, and starting four vLLM engines (half a minute to two)", flush=True)
+    model = tiny_llama.build(folder / "tiny-llama")
+    with (
+        closing(Engine("ordinary", model)) as ordinary,
+        closing(Engine("prefill", model, PREFILL)) as prefill,
+        closing(Engine("decode", model, DECODE)) as decode,
+        closing(Engine("unverified", model, CREDULOUS)) as credulous,
+    ):
+        engines = [each.wait_ready() for each in (ordinary, prefill, decode, credulous)]
+        what = "every text is that of one ordinary engine, and every prompt token was pulled"
+        checks = {what: hand_over_all(ordinary, prefill, decode)} | checks_of_swaps(*engines)
+    for what, holds in checks.items():
+        print(f"{'yes' if holds else 'NO '} {what}")
+    return all(checks.values())
 
 
 def main() -> int:
@@ -396,11 +281,7 @@ def main() -> int:
     os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
     with tempfile.TemporaryDirectory(prefix="kvferry-demo-") as folder:
         os.environ["TMPDIR"] = folder  # vLLM leaves files there
-        try:
-            return 0 if run(Path(folder)) else 1
-        except KeyboardInterrupt:
-            console.print("interrupted; the engines have ended")
-            return 130
+        return 0 if run(Path(folder)) else 1
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,9 @@ SHUTDOWN_SECONDS = 5
 GRACE_SECONDS = SHUTDOWN_SECONDS + 15.0
 POLL_SECONDS = 0.2
 LOG_LINES = 15  # how much of a log an error shows
-PROGRESS_SECONDS = 10.0
 
 # Each program needs a port, each engine one more for its side channel. They follow --port.
 ROUTER, PREFILL, DECODE, PREFILL_CHANNEL, DECODE_CHANNEL, ROUTER_METRICS = range(6)
-HIGHEST_PORT = 65535
 PORTS = {
     ROUTER: "the router",
     PREFILL: "prefill",
@@ -94,7 +92,6 @@ class Interrupted(Exception):
     """One of SIGNALS has arrived: raised by all that pauses or waits."""
 
 
-@dataclass(kw_only=True)
 class Signals:
     """Counts the signals that ask this script to end.
 
@@ -102,19 +99,12 @@ class Signals:
     ``Programs.running``, and it would be left behind.
     """
 
-    received: int = 0
+    received = 0
 
     def install(self) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP ignored
                 signal.signal(number, self._receive)
-
-    def pause(self) -> None:
-        """Wait a moment."""
-        if not self.received:
-            time.sleep(POLL_SECONDS)
-        if self.received:
-            raise Interrupted
 
     def _receive(self, number: int, frame: Any) -> None:
         self.received += 1
@@ -137,10 +127,6 @@ class Program:
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         found = os.waitid(os.P_PID, self.process.pid, options)
         return None if found is None else found.si_status
-
-    def terminate(self) -> None:
-        """Ask the process to end."""
-        os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """End the process, and all that it has started and left behind."""
@@ -182,41 +168,30 @@ class Programs:
         self.running.append(program)
         return program
 
-    def run(self, name: str, command: Sequence[str]) -> None:
-        """Run a program to its end."""
-        program = self.start(name, command)
-        while program.status is None:
-            self.signals.pause()
-        if program.status:
-            raise program.failure()
-        program.kill()
-        self.running.remove(program)
-
     def pause(self) -> None:
         """Wait a moment."""
-        self.signals.pause()
+        if not self.signals.received:
+            time.sleep(POLL_SECONDS)
+        if self.signals.received:
+            raise Interrupted
         for program in self.running:
             if program.status is not None:
                 raise program.failure()
 
     def wait_ready(self, ports: Mapping[str, int]) -> None:
         """Wait until servers answer, and say how long that takes."""
-        began = said = time.monotonic()
-        waiting = dict(ports)
+        began, waiting = time.monotonic(), dict(ports)
         while waiting:
             for name in [name for name, port in waiting.items() if is_ready(port)]:
                 del waiting[name]
                 say(f"{name} is ready after {time.monotonic() - began:.0f} s")
-            if waiting and time.monotonic() - said >= PROGRESS_SECONDS:
-                said = time.monotonic()
-                say(f"waiting for {' and '.join(waiting)}, {said - began:.0f} s")
             self.pause()
 
     def end(self) -> None:
         """End all programs: ask them to, and kill what is left after a while or a signal."""
         received, until = self.signals.received, time.monotonic() + GRACE_SECONDS
         for program in self.running:
-            program.terminate()
+            os.kill(program.process.pid, signal.SIGTERM)
         while self.signals.received == received and time.monotonic() < until:
             if all(program.status is not None for program in self.running):
                 break
@@ -242,19 +217,15 @@ def is_ready(port: int) -> bool:
 
 
 def check_ports(first: int) -> None:
-    """Refuse ports that do not exist or are in use."""
-    if not 0 < first <= HIGHEST_PORT - len(PORTS):
-        raise ServingError(f"--port {first}: choose one from 1 to {HIGHEST_PORT - len(PORTS)}")
+    """Refuse ports that do not exist or are in use, before anything starts."""
     for offset, user in PORTS.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, first + offset))
-            except OSError as error:
-                raise ServingError(
-                    f"port {first + offset}, for {user}, cannot be used ({error.strerror}): end "
-                    f"the program that listens there, or choose {len(PORTS)} others with --port"
-                ) from error
+        try:
+            socket.create_server((HOST, first + offset)).close()
+        except (OSError, OverflowError) as error:
+            raise ServingError(
+                f"port {first + offset}, for {user}, cannot be used ({error}): end the program "
+                f"that listens there, or choose {len(PORTS)} others with --port"
+            ) from error
 
 
 def command(name: str) -> str:
@@ -294,25 +265,32 @@ def make_environment(folder: Path, on_path: str, *, on_cpu: bool) -> dict[str, s
     return (CPU_ENVIRONMENT if on_cpu else {}) | environment
 
 
-def tiny_model(programs: Programs) -> Path:
+def run(*command: str, environment: Mapping[str, str]) -> None:
+    """Run a command that has to succeed; it says what is wrong."""
+    done = subprocess.run(command, env=dict(environment), stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise ServingError(f"{shlex.join(command)} has failed")
+
+
+def tiny_model(folder: Path, environment: Mapping[str, str]) -> Path:
     """Return the folder of the tiny model, which is made if it is not there."""
-    folder = programs.folder / TINY
-    if folder.exists():
-        return folder
-    say("making a tiny model, once")
-    script, unfinished = Path(__file__).parents[1] / "tiny_llama.py", folder.with_suffix(".new")
-    programs.run("model", [sys.executable, str(script), str(unfinished)])
-    return unfinished.rename(folder)
+    model = folder / TINY
+    if not model.exists():
+        say("making a tiny model, once")
+        script, unfinished = Path(__file__).parents[1] / "tiny_llama.py", model.with_suffix(".new")
+        run(sys.executable, str(script), str(unfinished), environment=environment)
+        unfinished.rename(model)
+    return model
 
 
-def make_keys(programs: Programs) -> Path:
+def make_keys(folder: Path, environment: Mapping[str, str]) -> Path:
     """Return the folder with the keys and the ticket secret, which are made if need be."""
-    folder = programs.folder / "keys"
-    if not (folder / "ticket.secret").exists():
+    keys = folder / "keys"
+    if not (keys / "ticket.secret").exists():
         # "probe" is for `kvferry health`, which asks an engine with a key of its own.
         names = [f"--engine={name}" for name in ("prefill", "decode", "probe")]
-        programs.run("keygen", [command("kvferry"), "keygen", str(folder), *names])
-    return folder
+        run(command("kvferry"), "keygen", str(keys), *names, environment=environment)
+    return keys
 
 
 def transfer_config(name: str, *, keys: Path, driver: str, port: int) -> dict[str, Any]:
@@ -334,34 +312,6 @@ def transfer_config(name: str, *, keys: Path, driver: str, port: int) -> dict[st
             "ticket_secrets": [f"file:{keys}/ticket.secret"],
         },
     }
-
-
-def server_arguments(
-    model: str, port: int, transfer: Mapping[str, Any], arguments: Sequence[str]
-) -> list[str]:
-    """Return the arguments of one `vllm serve`."""
-    return [
-        model,
-        f"--host={HOST}",
-        f"--port={port}",
-        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
-        "--disable-uvicorn-access-log",  # this script asks for the metrics several times a second
-        f"--kv-transfer-config={json.dumps(transfer)}",
-        *arguments,
-    ]
-
-
-def router_arguments(first: int) -> list[str]:
-    """Return the arguments of the router."""
-    return [
-        "--vllm-pd-disaggregation",
-        f"--prefill=http://{HOST}:{first + PREFILL}",
-        f"--decode=http://{HOST}:{first + DECODE}",
-        f"--host={HOST}",
-        f"--port={first + ROUTER}",
-        f"--prometheus-port={first + ROUTER_METRICS}",
-        *HEALTH_CHECKS,
-    ]
 
 
 COUNTERS = {  # of vLLM's /metrics, as regular expressions
@@ -419,20 +369,36 @@ def serve(
     programs: Programs, *, model: str | None, driver: str, first: int, arguments: Sequence[str]
 ) -> None:
     """Start everything, and show what crosses until something ends this."""
-    keys = make_keys(programs)
+    keys = make_keys(programs.folder, programs.environment)
     served_name = model or TINY
     if model is None:
-        model, arguments = str(tiny_model(programs)), [*TINY_ARGUMENTS, *arguments]
+        model = str(tiny_model(programs.folder, programs.environment))
+        arguments = [*TINY_ARGUMENTS, *arguments]
     for name, port, channel in (
         ("prefill", PREFILL, PREFILL_CHANNEL),
         ("decode", DECODE, DECODE_CHANNEL),
     ):
         transfer = transfer_config(name, keys=keys, driver=driver, port=first + channel)
-        parts = server_arguments(model, first + port, transfer, arguments)
-        programs.start(name, [command("vllm"), "serve", *parts])
+        own = [
+            f"--host={HOST}",
+            f"--port={first + port}",
+            f"--shutdown-timeout={SHUTDOWN_SECONDS}",
+            "--disable-uvicorn-access-log",  # this script often asks for the metrics
+            f"--kv-transfer-config={json.dumps(transfer)}",
+        ]
+        programs.start(name, [command("vllm"), "serve", model, *own, *arguments])
     say(f"prefill and decode start; their logs are in {programs.folder}")
     programs.wait_ready({"prefill": first + PREFILL, "decode": first + DECODE})
-    programs.start("router", [command("vllm-router"), *router_arguments(first)])
+    router = [
+        "--vllm-pd-disaggregation",
+        f"--prefill=http://{HOST}:{first + PREFILL}",
+        f"--decode=http://{HOST}:{first + DECODE}",
+        f"--host={HOST}",
+        f"--port={first + ROUTER}",
+        f"--prometheus-port={first + ROUTER_METRICS}",
+        *HEALTH_CHECKS,
+    ]
+    programs.start("router", [command("vllm-router"), *router])
     programs.wait_ready({"router": first + ROUTER})
     show_how_to_ask(f"http://{HOST}:{first + ROUTER}/v1/completions", served_name)
     show_requests(programs, first + DECODE)
@@ -444,18 +410,6 @@ def show_how_to_ask(url: str, model: str) -> None:
     say("\nTry this (chat is at /v1/chat/completions, as with any vLLM server):\n")
     say(shlex.join(["curl", url, "-H", "Content-Type: application/json", "-d", data]))
     say("\nCtrl-C ends all. What crosses from prefill to decode:\n")
-
-
-@contextmanager
-def all_ended(programs: Programs) -> Iterator[None]:
-    """End all programs at the end of the block, however that ends."""
-    try:
-        yield
-    except Interrupted:
-        say("\nending all (a second Ctrl-C kills)")
-    finally:
-        programs.end()
-    say("all have ended")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -495,7 +449,7 @@ def main() -> int:
         environment = make_environment(folder, on_path, on_cpu=on_cpu)
         arguments = [*(CPU_ARGUMENTS if on_cpu else ()), *options.arguments]
         programs = Programs(folder=folder, environment=environment, signals=signals)
-        with all_ended(programs):
+        try:
             serve(
                 programs,
                 model=options.model,
@@ -503,6 +457,10 @@ def main() -> int:
                 first=options.port,
                 arguments=arguments,
             )
+        except Interrupted:
+            say("\nending all (a second Ctrl-C kills)")
+        finally:
+            programs.end()
     except ServingError as error:
         print(error, file=sys.stderr)
         return 1

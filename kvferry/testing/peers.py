@@ -124,6 +124,10 @@ class Process:
         """Let this peer's transport start a read; call ``ended`` to wait for its status."""
         self.tell("read", peer, copies, seconds)
 
+    def answered(self) -> bool:
+        """Return whether the answer to ``begin`` or ``tell`` has arrived."""
+        return self._connection.poll(0)
+
     def ended(self) -> Status:
         """Return the status of ``begin``'s transfer: PENDING only if its ``seconds`` are over."""
         status: Status = self._answer("read")

@@ -20,16 +20,14 @@ class Bench:
     """``make bench`` of one part, with a stand-in for its script, which writes ``rows``."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.out, self.source = folder / "out", folder / "source"
-        self.source.mkdir()
+        self.out = folder / "out"
         self.runs, self.rows, self.status = 0, [row("one")], 0
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(everything, "HERE", self.source)
         monkeypatch.setattr(everything, "installed", list)  # a process should not load two UCX
         monkeypatch.setattr(everything, "_called", self._called)
 
-    def run(self, *arguments: str) -> int:
-        argv = ["everything", "--only", PART, "--out", str(self.out), *arguments]
+    def run(self, *arguments: str, part: str = PART) -> int:
+        argv = ["everything", "--only", part, "--out", str(self.out), *arguments]
         self._monkeypatch.setattr("sys.argv", argv)
         return everything.main()
 
@@ -53,31 +51,14 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path, monkeypatch)
 
 
-def test_a_part_with_results_of_this_source_is_not_measured_again(bench: Bench) -> None:
+def test_results_stand_on_the_page_beside_those_of_other_parts(bench: Bench) -> None:
     assert bench.run() == 0
-    (bench.out / "page.md").unlink()
-    assert bench.run("--quick") == 0
-    assert bench.runs == 1
-    [line] = [line for line in bench.page.splitlines() if "speed of memcpy" in line]
-    assert [cell.strip() for cell in line.split("|")][1:4] == ["one", "2", "1 to 3"]
-    assert bench.run("--again") == 0
-    assert bench.runs == 2
-
-
-@pytest.mark.parametrize("change", ["source", "processor", "extent", "failed"])
-def test_a_part_without_fresh_results_is_measured_again(bench: Bench, change: str) -> None:
-    bench.run()
-    old = bench.store()
-    if change == "source":
-        (bench.source / "changed.py").touch()
-    elif change == "failed":
-        old[PART] |= {"failed": "it took too long", "date": "today"}
-    else:
-        old[PART]["conditions"][change] = "quick"  # no processor, and less than is asked for
-    (bench.out / "results.json").write_text(json.dumps(old), encoding="utf-8")
-    assert bench.run() == 0
-    assert bench.runs == 2
-    assert "failed" not in bench.store()[PART]
+    bench.rows = [row("two")]
+    assert bench.run(part="fence") == 0
+    assert set(bench.store()) == {PART, "fence"}
+    lines = [line for line in bench.page.splitlines() if "speed of memcpy" in line]
+    cells = [[cell.strip() for cell in line.split("|")][1:4] for line in lines]
+    assert cells == [["one", "2", "1 to 3"], ["two", "2", "1 to 3"]][::-1]
 
 
 @pytest.mark.parametrize(("status", "key"), [(1, "failed"), (3, "missing")])
@@ -86,7 +67,7 @@ def test_only_a_failure_has_an_exit_status_and_both_stand_on_the_page(
 ) -> None:
     bench.run()
     bench.rows, bench.status = [], status
-    assert bench.run("--again") == (key == "failed")
+    assert bench.run() == (key == "failed")
     assert bench.store()[PART]["rows"], "they stay until there are others"
     assert bench.store()[PART][key] == "no such thing here"
     assert "no such thing here" in bench.page
@@ -103,13 +84,14 @@ def test_only_a_failure_has_an_exit_status_and_both_stand_on_the_page(
 )
 def test_only_worse_results_have_an_exit_status(
     bench: Bench,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     factor: float,
     margin: str,
     status: int,
     verdict: str,
 ) -> None:
-    old = bench.source / "old.json"
+    old = tmp_path / "old.json"
     old.write_bytes(msgspec.json.encode({PART: {"rows": [row("one", 2 / factor)]}}))
     assert bench.run("--against", str(old), "--margin", margin) == status
     said = " ".join(capsys.readouterr().out.split())
@@ -120,7 +102,7 @@ def test_only_worse_results_have_an_exit_status(
 def test_unusable_options_are_refused_before_anything_is_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.run("--against", str(bench.source / "none")) == 2
+    assert bench.run("--against", str(bench.out / "none")) == 2
     with pytest.raises(SystemExit, match="2"):
         bench.run("--margin", "-1")
     assert "pass a part of the ratio" in capsys.readouterr().err

@@ -55,15 +55,6 @@ NEMOTRON_H = attention(52, 32, 8, 4096) | {
     "expand": 2,
 }
 
-NEMOTRON_H_BY_TYPES = NEMOTRON_H | {
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": None,
-    "layers_block_type": [
-        {"M": "mamba", "*": "attention", "-": "mlp"}[letter]
-        for letter in NEMOTRON_H["hybrid_override_pattern"]
-    ],
-}
-
 GRANITE = (
     attention(40, 32, 8, 2048)
     | MAMBA_2
@@ -78,7 +69,7 @@ FALCON_H1 = (
 )
 
 ZAMBA2 = attention(38, 32, 32, 2048) | {
-    "hybrid_layer_ids": [5, 11, 17, 23, 29, 35],
+    "layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 6 + ["mamba"] * 2,
     "attention_head_dim": 128,
     "kv_channels": 64,
     "n_mamba_heads": 64,

@@ -41,15 +41,13 @@ class PlanCommand:
     folder: Path
     command: Command
 
-    def run(self, *arguments: str, width: int = 0) -> CommandResult:
-        """Run the command with these arguments."""
-        return self.command.run("plan", *arguments, width=width)
-
-    def between(self, model: Config | None, prefill: str, decode: str, *more: str) -> CommandResult:
+    def between(
+        self, model: Config | None, prefill: str, decode: str, *more: str, width: int = 0
+    ) -> CommandResult:
         """Run the command for a model's config and two engines."""
         config = [write_config(self.folder, model)] if model else []
         sides = [f"--prefill={prefill}"] * bool(prefill) + [f"--decode={decode}"] * bool(decode)
-        return self.run(*config, *sides, *more)
+        return self.command.run("plan", *config, *sides, *more, width=width)
 
     def text(
         self, model: Config | None, prefill: str = "tp=1", decode: str = "tp=1", *more: str

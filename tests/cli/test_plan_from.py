@@ -88,25 +88,19 @@ def test_two_running_engines_need_no_config(plan: PlanCommand) -> None:
     for part in (
         f"prefill 2 ranks engine 'p-1' at {first}",
         f"decode 2 ranks engine 'd[/]-1' at {second}",
-        "The side channel does not say which layers of decode have a sliding window",
         "layers 0-3, 2 heads",
     ):
         assert part in said
 
 
-@pytest.mark.parametrize("layers", [4, 3], ids=["layouts match", "layouts do not match"])
-def test_engines_that_refuse_each_other_are_reported(plan: PlanCommand, layers: int) -> None:
-    other = TINY | {"num_hidden_layers": layers}
+def test_engines_that_refuse_each_other_are_reported(plan: PlanCommand) -> None:
+    engine = engine_of(plan.folder, TINY)
     with (
-        running(engine_of(plan.folder, other), agreement={"model": "one"}) as first,
-        running(engine_of(plan.folder, TINY), "decode", agreement={"model": "other"}) as second,
+        running(engine, agreement={"model": "one"}) as first,
+        running(engine, "decode", agreement={"model": "other"}) as second,
     ):
-        if layers == 4:
-            said = plan.json(None, *both(first, second))["notes"][-1]
-        else:
-            said = plan.refusal(None, *both(first, second))
-            assert "layers.3.self_attn.attn/k" in said
-            assert "The handshake refuses this pair: " in said
+        said = plan.refusal(None, *both(first, second))
+    assert said.startswith("kvferry: engine 'decode' (rank 0) must not read from engine 'prefill'")
     assert "model: 'other' here, 'one' there" in said
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,7 +27,6 @@ from kvferry import (
     region_of,
 )
 from kvferry.core.errors import (
-    EndpointClosedError,
     HandshakeError,
     LayoutError,
     TicketError,
@@ -155,17 +152,6 @@ def test_a_load_is_aborted_on_all_ranks(two: Engine, prefill: Engine) -> None:
     assert received(two).failed.keys() == {"ours"}
 
 
-def test_what_the_device_still_writes_is_not_read(prefill: Engine, decode: Engine) -> None:
-    assert prefill.begin_prefill("theirs")
-    written = threading.Event()
-    ticket = prefill.finish_prefill("theirs", PROMPT, [1, 2], passed=written.is_set)
-    assert not ticket.computed
-    decode.begin_load("ours", ticket, PROMPT, [1, 2])
-    assert not decode.results(timeout=0.1).received
-    written.set()
-    assert received(decode).failed == {}
-
-
 def test_a_ticket_for_another_prompt_is_refused(prefill: Engine, decode: Engine) -> None:
     ticket = computed(prefill, "theirs", [1, 2])
     with pytest.raises(TicketError, match="'theirs' was made for another prompt than that of 'our"):
@@ -186,16 +172,6 @@ def test_a_request_that_was_begun_gets_one_ticket() -> None:
         sent = set[str]()
         while sent != {"once", "wrong"}:  # their leases end
             sent |= prefill.results(timeout=20.0).sent
-
-
-def test_a_closed_engine_neither_serves_nor_loads(prefill: Engine) -> None:
-    ticket = computed(prefill, "theirs", [1, 2])
-    prefill.close()
-    prefill.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((ticket.host, ticket.port), timeout=5).close()
-    with pytest.raises(EndpointClosedError):
-        prefill.begin_load("ours", ticket, PROMPT, [1, 2])
 
 
 def test_endpoints_are_closed_if_the_side_channel_cannot_listen(prefill: Engine) -> None:

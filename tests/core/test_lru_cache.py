@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import msgspec
@@ -17,7 +16,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.lru_cache import LRUCache
 from kvferry.core.memory import Region
 from kvferry.core.messages import decode_payload
-from kvferry.core.planner.plan import MAX_PLANS, Plan, PlanCache, make_plan
+from kvferry.core.planner.plan import Plan, PlanCache, make_plan
 from kvferry.core.side_channel_messages import encode
 from tests.core import messages
 from tests.core.layouts import heads, layout, model, stacked
@@ -71,22 +70,6 @@ def test_a_moved_plan_equals_a_new_plan(sizes: tuple[int, int], orders: list[lis
         moved = [move(each, [8 * number + i for i in order]) for each in far]
         met = [decode_payload(payload(each, rank)).layout for rank, each in enumerate(moved)]
         assert facts(planner.plan(met)) == planned(near, moved, len(near) - 1)
-
-
-@pytest.mark.parametrize(
-    ("near", "engines"),
-    [
-        (tp(1), [tp(size) for size in (1, 2, 4, 1, 2)]),
-        (tp(1), [[move(each, [4 * n + i for i in range(3)]) for each in tp(2)] for n in range(8)]),
-        ([stacked(1)], [[move(stacked(1), [n])] for n in range(MAX_PLANS + 3)]),
-    ],
-    ids=["another shape", "other addresses", "more than are cached"],
-)
-def test_several_threads_plan_for_engines(near: list[Layout], engines: list[list[Layout]]) -> None:
-    planner = PlanCache(near, 0)
-    with ThreadPoolExecutor(8) as pool:
-        for far, made in zip(engines, pool.map(planner.plan, engines), strict=True):
-            assert facts(made) == planned(near, far)
 
 
 def test_plans_with_equal_regions_are_not_moved() -> None:

@@ -12,29 +12,6 @@ from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages as side
 from kvferry.core.errors import WireError
 
-DECODERS = (side.decode_request, side.decode_reply, wire.decode_payload, wire.decode_notes)
-
-
-@pytest.mark.parametrize(
-    "malformed",
-    [
-        b"",
-        b"\xc1",
-        b"\x91" * 4000,
-        b"\x81\xa1x" + b"\x91" * 4000,
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xdb\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\x82\xa4type\xa4ping\xa6engine\xa1\xff",
-    ],
-)
-def test_malformed_nested_and_huge_messages_are_refused(malformed: bytes) -> None:
-    """More of them are in ``tests/faults/test_fuzz.py``."""
-    for decode in DECODERS:
-        with pytest.raises(WireError):
-            decode(malformed)
-
 
 def test_the_versions_of_an_invalid_payload_can_be_read() -> None:
     alien = msgspec.msgpack.encode({"oldest": 8, "newest": 9, "layout": "a picture"})

@@ -20,7 +20,6 @@ from kvferry.core.metrics import (
     MAX_OBSERVED,
     MAX_PEERS,
     OTHER,
-    PEERS_UP,
     STAGE_SECONDS,
     UNREACHED,
     Data,
@@ -67,27 +66,6 @@ def test_figures_of_ranks_are_sums_and_times_those_of_the_slower() -> None:
     other = record(copies=3, nbytes=40, early_nbytes=1, seconds=0.2, first_tokens=(3, 5))
     both = replace(one, copies=5, nbytes=70, early_nbytes=8, first_tokens=(4, 5))
     assert one.combine(other) == other.combine(one) == both
-
-
-def test_each_change_is_taken_once() -> None:
-    metrics = new_metrics()
-    metrics.add(BYTES, 5, peer="p", path="a")
-    metrics.add(BYTES, 6, peer="p", path="a")
-    metrics.add(BYTES, 7, peer="q", path="")
-    taken = metrics.take()
-    assert taken == {"bytes": {"loopback": {"p": {"a": 11}, "q": {"": 7}}}}
-    metrics.add(BYTES, 1, peer="p", path="a")
-    assert taken["bytes"]["loopback"]["p"]["a"] == 11
-    assert metrics.take() == {"bytes": {"loopback": {"p": {"a": 1}}}}
-
-
-def test_a_gauge_is_taken_when_it_changes() -> None:
-    metrics = new_metrics()
-    for now, new in ((2, {"peers_up": {"loopback": {"3": 2}}}), (2, None)):
-        metrics.set(PEERS_UP, now)
-        assert metrics.take() == new
-    metrics.set(PEERS_UP, 0)
-    assert metrics.take() == {"peers_up": {"loopback": {"3": 0}}}
 
 
 def test_a_successful_load_is_counted() -> None:

@@ -34,7 +34,7 @@ from kvferry.core.errors import (
     TransportUsageError,
 )
 from kvferry.core.lifecycle.holds import NOTHING
-from kvferry.core.security import Access, Networks, generate
+from kvferry.core.security import Access, generate
 from kvferry.core.transport import Quiescence
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.exchange_peer import NBYTES, ExchangePeer, content
@@ -130,28 +130,6 @@ def test_reads_all_pieces_of_another_process(
     assert np.array_equal(here.memory, content(1))
 
 
-def test_a_thousand_reads_at_once_each_get_their_piece(
-    side: Callable[..., Side], peer: Callable[..., ExchangePeer]
-) -> None:
-    here, there = side(), peer()
-    remote = here.exchange.connect("127.0.0.1", there.port)
-    reads = [here.read(remote, range(n, n + 1)) for n in range(1000)]
-    assert [here.outcome(read) for read in reads] == [None] * 1000
-    assert np.array_equal(here.memory[: 1000 * PIECE], content(1)[: 1000 * PIECE])
-    assert not here.memory[1000 * PIECE :].any()
-
-
-def test_two_exchanges_read_from_each_other(side: Callable[..., Side]) -> None:
-    one, other = side(seed=1), side(seed=2)
-    half = NBYTES // 2
-    first = one.read(one.exchange.connect("127.0.0.1", other.exchange.port), range(PIECES // 2))
-    second = other.exchange.connect("127.0.0.1", one.exchange.port)
-    upper = other.read(second, range(PIECES // 2, PIECES))
-    assert (one.outcome(first), other.outcome(upper)) == (None, None)
-    assert np.array_equal(one.memory[:half], content(2)[:half])
-    assert np.array_equal(other.memory[half:], content(1)[half:])
-
-
 def test_what_leaves_the_regions_is_not_read_and_harms_no_other_read(
     side: Callable[..., Side],
 ) -> None:
@@ -177,14 +155,6 @@ def test_keys_admit_their_owners_only(side: Callable[..., Side]) -> None:
     for access in (Access(), Access(own=stranger, peers=both)):
         with pytest.raises(AdmissionError):
             side(access=access).exchange.connect("127.0.0.1", there.exchange.port)
-
-
-def test_networks_are_checked_on_both_sides(side: Callable[..., Side]) -> None:
-    elsewhere = Access(networks=Networks.of(["10.9.9.0/24"]))
-    closed, open_ = side(access=elsewhere), side()
-    for one, other in ((closed, open_), (open_, closed)):
-        with pytest.raises(AdmissionError, match="allowed_peers"):
-            one.exchange.connect("127.0.0.1", other.exchange.port)
 
 
 def test_differences_are_refused_and_what_is_not_there_is_told(side: Callable[..., Side]) -> None:

@@ -15,14 +15,14 @@ import msgspec
 import pytest
 
 from kvferry.core.errors import HandshakeError, LayoutError, PlanError, WireError
-from kvferry.core.layout import ContextParallel, Field, Layout, axis
+from kvferry.core.layout import Field, Layout, axis
 from kvferry.core.memory import Region
 from kvferry.core.messages import RankPayload, decode_payload
 from kvferry.core.planner.plan import PlanCache, make_plan
 from kvferry.core.side_channel.compatibility import engine_info
 from kvferry.core.side_channel_messages import encode
 from kvferry.core.work_budget import MAX_STEPS
-from tests.core.layouts import STATE, model, paged, plain_field
+from tests.core.layouts import STATE, model, plain_field
 from tests.core.messages import payload
 
 PLENTY = Region(address=1 << 40, nbytes=1 << 41)
@@ -202,18 +202,6 @@ def test_a_plan_that_is_too_much_work_is_refused(
     local, remote = make()
     with pytest.raises(PlanError, match=TOO_MUCH):
         make_plan(local, remote, 0)
-
-
-def test_work_grows_linearly_with_context_ranks() -> None:
-    def steps(ranks: int) -> int:
-        one = model(1, pages=2)
-        remote = [
-            replace(one, groups=(paged(16, ContextParallel(size=ranks, rank=rank)),))
-            for rank in range(ranks)
-        ]
-        return make_plan([one], remote, 0).steps
-
-    assert steps(200) < 3 * steps(100)
 
 
 def test_large_plans_are_not_cached() -> None:

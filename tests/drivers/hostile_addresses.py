@@ -17,7 +17,7 @@ from kvferry.core.transport import PeerId
 from kvferry.core.transport.addresses import digest_of
 from kvferry.core.transport.copies import copies_between
 from kvferry.drivers.nixl import address as nixl
-from kvferry.drivers.nixl.agent_metadata import parsed
+from kvferry.drivers.nixl.address import parsed
 from kvferry.drivers.ucx import address as ucx
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx_format import FormatError, check_key, check_worker_address

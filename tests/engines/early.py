@@ -115,7 +115,7 @@ def early_loads(engine: Engine) -> float:
 
 def side_channel(engine: Any) -> dict[str, str]:
     """What a router says of this engine to decode."""
-    serving = probes.connector(engine)._scheduler._serving
+    serving = probes.connector(engine)._scheduler._producer.serving
     return {
         "remote_engine_id": serving.engine,
         "remote_bootstrap_addr": f"http://{serving.host}:{serving.port}",

@@ -103,14 +103,10 @@ class HttpServer(Child):
         """Return how many tokens of prompts came from another engine."""
         return self.counter("vllm:prompt_tokens_by_source", 'source="external_kv_transfer"')
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the server and to the engine, which are one process group."""
-        assert self._server.pid is not None
-        os.killpg(self._server.pid, number)
-
     def kill(self) -> None:
-        """End the server and the engine at once, as a crash would."""
-        self.send_signal(signal.SIGKILL)
+        """End the server and the engine, which are one process group, as a crash would."""
+        assert self._server.pid is not None
+        os.killpg(self._server.pid, signal.SIGKILL)
         self._process.join()
 
     def begin_close(self) -> None:

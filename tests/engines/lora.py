@@ -45,11 +45,3 @@ def write_adapter(folder: Path, seed: int) -> Path:
 def lora(path: Path, name: str = "adapter", number: int = 1, **more: Any) -> dict[str, Any]:
     """The arguments of vLLM's ``LoRARequest``."""
     return {"lora_name": name, "lora_int_id": number, "lora_path": str(path), **more}
-
-
-def load(engine: Any, arguments: dict[str, Any]) -> bool:
-    """Load an adapter as ``/v1/load_lora_adapter`` does (`engines.Engine.run`)."""
-    from vllm.lora.request import LoRARequest
-
-    loaded: bool = engine.add_lora(LoRARequest(**arguments))
-    return loaded

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.engines.conversations import Conversation
 from tests.engines.families import IMAGE, IMAGE_TOKENS
 
 NO_IMAGE: dict[str, Any] = {"logit_bias": {IMAGE: -100}}
@@ -34,16 +33,6 @@ class MediaPrompt:
         if self.images:
             taken["multi_modal_data"] = {"image": [_image(seed) for seed in self.images]}
         return taken
-
-
-@dataclass(kw_only=True)
-class Talk(Conversation):
-    """A conversation with images."""
-
-    images: list[int] = field(default_factory=list)  # The images' seeds
-
-    def prompt(self, tokens: list[int]) -> MediaPrompt:
-        return MediaPrompt(ids=tokens, images=list(self.images))
 
 
 def _image(seed: int) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -19,20 +17,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-
-
-class Announcement(KVConnectorHandshakeMetadata):
-    """What no other connector understands."""
-
-
-class AnnouncingConnector(OffloadingConnector):
-    """Publishes something of its own at start; vLLM cannot count what it does not know by name."""
-
-    def get_kv_connector_stats(self) -> None:
-        """Nothing."""
-
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return Announcement()
 
 
 class HostSpec(CPUOffloadingSpec):

@@ -34,7 +34,6 @@ class Family:
     # alone or with others
     steady: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # for its engines
-    like: str = ""  # the family that keeps the same kinds of cache, if one does
 
 
 GEMMA = Family(name="gemma3", left=1)
@@ -46,11 +45,11 @@ ALL = (
     Family(name="qwen3_next", left=1, blocks=(288, 320), chunk=0, steady=False, options=BF16),
     Family(name="deepseek", blocks=(16, 16), chunk=0, steady=False, options=PLAIN_MLA),
     Family(name="llama"),
-    Family(name="qwen3", like="llama"),
-    Family(name="gpt_oss", left=1, like="gemma3"),
-    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128, like="granite4"),
+    Family(name="qwen3"),
+    Family(name="gpt_oss", left=1),
+    Family(name="nemotron_h", left=1, blocks=(96, 128), chunk=128),
 )
-"""First those that are like no other one: pytest groups tests by the index of a family."""
+"""Those that docs/coverage.md names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,12 +55,7 @@ def free_blocks(engine: Any) -> int:
 def host_pages(engine: Any) -> tuple[int, int]:
     """How many host pages are in use: for holds, and for loads."""
     half = connector(engine)._scheduler
-    return half._producer._pages.host.used, half._consumer._pages.host.used
-
-
-def has_to_step(engine: Any) -> bool:
-    """Whether the connector has vLLM step an engine that has nothing else to do."""
-    return bool(connector(engine).has_pending_push_work())
+    return half._producer._pages.host.used, half._consumer.pages.host.used
 
 
 def kept(engine: Any) -> int:

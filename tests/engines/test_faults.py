@@ -23,7 +23,6 @@ from tests.engines.steps import (
     texts,
 )
 from tests.faults.cable import Channel, pester
-from tests.faults.cells import Cell
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,14 +61,10 @@ def test_a_producer_that_is_killed_while_it_is_read(
         lost, kept, late = prompt(300, seed=1), prompt(90, seed=1), prompt(61, seed=1)
         before = pulled_by(decode)
         tickets = [*failing.prefill(lost, late), *healthy.prefill(kept)]
-        where = "vllm" if way in ("loopback", "staged") else f"vllm over {way}"
-        fault = "killed" if policy == "fail" else "killed, and decode recomputes"
-        cell = Cell(side="producer", fault=fault, stage="reading", driver=where)
         victims = failing.run(ranks.pids)
         decode.run(ranks.disturb_reads, "deadly", str(tmp_path / "gate"), None, victims)
         answers = decode.generate(lost, kept, params=[tickets[0], tickets[2]])
         failing.kill()
-        cell.write("failed alone" if policy == "fail" else "recomputed")
         answers += decode.generate(late, params=tickets[1])
         expected = texts(reference, lost, kept, late)
         if policy == "fail":
@@ -88,11 +83,9 @@ def test_a_producer_that_is_killed_between_two_reads(
     failing = start_engine("failing", "kv_producer", extra=FOR_LONG)
     check_hand_over(reference, failing, decode, prompt(60))
     tickets = failing.prefill(prompt(61), prompt(62))
-    cell = Cell(side="producer", fault="killed", stage="before the read", driver="vllm")
     failing.kill()
     for length, ticket in zip((61, 62), tickets, strict=True):
         check_refused(decode, prompt(length), ticket)
-    cell.write("failed alone")
     check_hand_over(reference, prefill, decode, prompt(60))
 
 
@@ -110,11 +103,9 @@ def test_a_producer_that_is_stopped(
     prefill = start_engine("stopped", "kv_producer")
     [ticket] = prefill.prefill(prompt(80))
     pids = prefill.run(ranks.pids)
-    cell = Cell(side="producer", fault="stopped", stage="before the handshake", driver="vllm")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     fails_alone(reference, impatient, ticket)
-    cell.write("failed alone")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     check_hand_over(reference, prefill, impatient, prompt(80))
@@ -127,12 +118,10 @@ def test_a_producer_that_cannot_be_reached(
     own is one that the consumer may not ask."""
     prefill = start_engine("elsewhere", "kv_producer", extra={"side_channel_host": "127.0.0.2"})
     [ticket] = prefill.prefill(prompt(80))
-    cell = Cell(side="producer", fault="cut off", stage="before the handshake", driver="vllm")
     with closing(Channel(ticket["remote_port"], ticket["remote_host"])) as channel:
         behind = ticket | {"remote_host": "127.0.0.1", "remote_port": channel.port}
         channel.cut()
         fails_alone(reference, impatient, behind)
-        cell.write("failed alone")
         channel.mend()
         check_decoded(reference, impatient, prompt(80), behind)
 
@@ -146,8 +135,6 @@ def fails_alone(reference: Engine, decode: Engine, ticket: dict[str, object]) ->
 
 def test_strangers_at_a_side_channel(reference: Engine, prefill: Engine, decode: Engine) -> None:
     [ticket] = prefill.prefill(prompt(82))
-    cell = Cell(side="producer", fault="pestered", stage="before the read", driver="vllm")
     pester(ticket["remote_port"])
     check_decoded(reference, decode, prompt(82), ticket)
-    cell.write("loaded")
     check_hand_over(reference, prefill, decode, prompt(82))

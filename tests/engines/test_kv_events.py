@@ -14,7 +14,7 @@ from examples.tiny_llama import prompt
 from tests.engines import probes
 from tests.engines.engines import Engine
 from tests.engines.fleet import Fleet, fleet
-from tests.engines.steps import check_decoded, check_refused, texts
+from tests.engines.steps import check_refused
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -95,33 +95,23 @@ def blocks(events: Events, kind: str) -> list[Any]:
     return [each for event in events if event["type"] == kind for each in event["block_hashes"]]
 
 
-def test_decode_publishes_what_an_engine_publishes_that_computes(publishers: Publishers) -> None:
-    """Hashes, parents, token ids, order; and what is evicted, when."""
-    engines = {name: each.engine for name, each in publishers.items()}
-    for each in PROMPTS:
-        [ticket] = engines["prefill"].prefill(each)
-        check_decoded(engines["ordinary"], engines["decode"], each, ticket, max_tokens=34)
-        eventually(lambda: engines["prefill"].run(probes.statuses) == [])
-    mark = next(MARKS)
-    events = publishers["decode"].events(mark)
-    assert events == publishers["ordinary"].events(mark)
-    assert len(blocks(events, "BlockRemoved")) > 20
-
-
-def test_prefill_publishes_what_an_engine_publishes_that_answers_itself(
-    publishers: Publishers,
+@pytest.mark.parametrize(("name", "answered"), [("decode", 34), ("prefill", 1)])
+def test_an_engine_publishes_what_one_publishes_that_computes_as_much(
+    publishers: Publishers, name: str, answered: int
 ) -> None:
-    """That a hold ends is no event: its blocks stay cached until they are given to others."""
-    both = publishers["prefill"], publishers["ordinary"]
-    mark = next(MARKS)
+    """Hashes, parents, token ids, order; and what is evicted, when. That a hold ends is no event:
+    its blocks stay cached until they are given to others."""
+    engines = {name: each.engine for name, each in publishers.items()}
+    both, mark = (publishers[name], publishers["ordinary"]), next(MARKS)
     for each in both:
         each.events(mark)
         assert each.engine.run(clear)
-    for tokens in PROMPTS:
-        [ticket] = publishers["prefill"].engine.prefill(tokens)
-        publishers["decode"].engine.generate(tokens, params=ticket)
-        eventually(lambda: publishers["prefill"].engine.run(probes.statuses) == [])
-        texts(publishers["ordinary"].engine, tokens, max_tokens=1)
+    for asked in PROMPTS:
+        [ticket] = engines["prefill"].prefill(asked)
+        [expected] = engines["ordinary"].generate(asked, max_tokens=answered)
+        [got] = engines["decode"].generate(asked, params=ticket, max_tokens=34)
+        assert got.tokens[:answered] == expected.tokens
+        eventually(lambda: engines["prefill"].run(probes.statuses) == [])
     mark = next(MARKS)
     events, ordinary = (each.events(mark) for each in both)
     assert events == ordinary

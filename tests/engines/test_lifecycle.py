@@ -23,10 +23,8 @@ from tests.engines.steps import (
     check_hand_over,
     check_refused,
     idle_blocks,
-    pulled_by,
     texts,
 )
-from tests.faults.cells import Cell
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -86,25 +84,13 @@ def last_rank(engine: Engine) -> int:
 # Leases.
 
 
-def test_lease_is_over(hasty: Engine, decode: Engine) -> None:
-    """Pages that nobody reads come back, and their ticket is worth nothing any more."""
-    tickets = hasty.prefill(prompt(100), prompt(101))
-    assert hasty.run(ranks.holds) == [2]
-    released(hasty)
-    for length, ticket in zip((100, 101), tickets, strict=True):
-        check_refused(decode, prompt(length), ticket)
-    assert "pages within the lease" in hasty.log()  # of both requests, in one line or in two
-
-
 def test_pages_reused_before_a_late_read(reference: Engine, hasty: Engine, decode: Engine) -> None:
     """The fence: other prompts' pages are never taken for this one's."""
     [late] = hasty.prefill(prompt(200, seed=1))
     released(hasty)
     others = [prompt(511, seed=seed) for seed in range(2, 6)]
     assert hasty.generate(*others, max_tokens=1)
-    cell = Cell(side="consumer", fault="slow", stage="before the handshake", driver="vllm")
     check_refused(decode, prompt(200, seed=1), late)
-    cell.write("stale")
     check_hand_over(reference, hasty, decode, prompt(200, seed=1))
 
 
@@ -114,14 +100,12 @@ def test_pages_given_back_during_the_read(
     """They stood when the read began, and not when it ended."""
     _, decode = pair
     decode.run(ranks.disturb_reads, "stuck", str(gate))
-    cell = Cell(side="consumer", fault="slow", stage="reading", driver="vllm")
     [request] = decode.submit(prompt(150), params=hasty.prefill(prompt(150)))
     eventually(gate.with_suffix(".reached").exists)
     released(hasty)
     gate.touch()
     [completion] = decode.results([request])
     assert completion.finish_reason == "error"
-    cell.write("stale")
     assert f"request {request}" in decode.log()
     check_hand_over(reference, hasty, decode, prompt(150))
 
@@ -132,7 +116,6 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
     """Decode runs one request at a time, and those before it take longer than some leases."""
     decode = start_engine("narrow", "kv_consumer", max_num_seqs=1)
     [ticket] = hasty.prefill(prompt(100))
-    cell = Cell(side="consumer", fault="busy", stage="waiting", driver="vllm")
     others = decode.submit(*[prompt(10)] * OTHERS, max_tokens=1000)
     [waiting] = decode.submit(prompt(100), params=ticket)
     until = time.monotonic() + 3 * LEASE
@@ -143,7 +126,6 @@ def test_a_request_that_waits_its_turn_keeps_its_pages(
         decode.abort(other)
     [completion] = decode.results([waiting])
     assert completion.text == texts(reference, prompt(100))[0]
-    cell.write("loaded")
     decode.close()
 
 
@@ -151,11 +133,9 @@ def test_clients_cannot_pin_the_whole_cache(decode: Engine, start_engine: StartE
     """What they do not fetch goes first, and a request of its own gets no ticket."""
     prefill = start_engine("limited", "kv_producer", extra={"max_held_fraction": 0.02})
     free = idle_blocks(prefill)
-    cell = Cell(side="producer", fault="out of blocks", stage="before the read", driver="vllm")
     first, *_, last = prefill.prefill(*(prompt(100, seed=seed) for seed in range(4)))
     eventually(lambda: free - prefill.run(probes.free_blocks) <= 0.02 * (free + 1))
     check_refused(decode, prompt(100, seed=0), first)
-    cell.write("stale")
     [good] = decode.generate(prompt(100, seed=3), params=last)
     assert good.finish_reason == "length"
     assert "max_held_fraction" in prefill.log()
@@ -173,10 +153,8 @@ def test_an_engine_that_is_shut_down_serves_what_it_holds(
     [ticket] = prefill.prefill(prompt(100))
     condition = health(ticket["remote_host"], ticket["remote_port"], timeout=20.0)
     assert condition.problems == []
-    cell = Cell(side="producer", fault="shut down", stage="before the read", driver="vllm")
     prefill.begin_close()
     check_decoded(reference, decode, prompt(100), ticket)
-    cell.write("loaded")
     prefill.close()
 
 
@@ -187,12 +165,10 @@ def test_abort_on_decode_before_its_first_step(pair: Pair) -> None:
     """The producer hears of it, long before the lease is over."""
     prefill, decode = pair
     [ticket] = prefill.prefill(prompt(120))
-    cell = Cell(side="consumer", fault="aborted", stage="before the handshake", driver="vllm")
     with decode.paused():
         [request] = decode.submit(prompt(120), params=ticket)
         decode.abort(request)
     released(prefill)
-    cell.write("released")
 
 
 def test_abort_on_decode_during_the_load(reference: Engine, pair: Pair, gate: Path) -> None:
@@ -202,7 +178,6 @@ def test_abort_on_decode_during_the_load(reference: Engine, pair: Pair, gate: Pa
     decode.run(ranks.disturb_reads, "stuck", str(gate), last_rank(decode))
     [request] = decode.submit(prompt(120), params=prefill.prefill(prompt(120)))
     eventually(gate.with_suffix(".reached").exists)
-    cell = Cell(side="consumer", fault="aborted", stage="reading", driver="vllm")
     decode.abort(request)
     if last_rank(decode):
         eventually(lambda: decode.run(ranks.half_reported) == [1])
@@ -210,7 +185,6 @@ def test_abort_on_decode_during_the_load(reference: Engine, pair: Pair, gate: Pa
     assert decode.run(probes.free_blocks) < free
     gate.touch()
     released(prefill)
-    cell.write("released when quiet")
     check_hand_over(reference, prefill, decode, prompt(120))
 
 
@@ -224,10 +198,8 @@ def test_abort_on_prefill(reference: Engine, pair: Pair) -> None:
         [begun] = prefill.submit(prompt(300), params=PREFILL, max_tokens=1)
         prefill.step(2)
         assert prefill.run(probes.free_blocks) < free
-        cell = Cell(side="producer", fault="aborted", stage="computing", driver="vllm")
         prefill.abort(begun)
         assert prefill.run(probes.free_blocks) == free
-        cell.write("released")
     check_hand_over(reference, prefill, decode, prompt(300))
 
 
@@ -235,26 +207,8 @@ def test_abort_on_prefill_after_the_ticket(reference: Engine, pair: Pair) -> Non
     """Too late: the pages are another engine's now."""
     prefill, decode = pair
     [completion] = prefill.generate(prompt(90), params=PREFILL, max_tokens=1)
-    cell = Cell(side="producer", fault="aborted", stage="after the ticket", driver="vllm")
     prefill.abort(completion.id)
     check_decoded(reference, decode, prompt(90), completion.params)
-    cell.write("loaded")
-
-
-def test_ticket_used_at_once_by_three(reference: Engine, pair: Pair, gate: Path) -> None:
-    """Two load while one is aborted, and one rank is far behind; then nothing is held."""
-    prefill, decode = pair
-    before, one = pulled_by(decode), prompt(130, seed=7)
-    [ticket] = prefill.prefill(one)
-    decode.run(ranks.disturb_reads, "slow", str(gate), last_rank(decode))
-    with decode.paused():
-        requests = decode.submit(one, one, one, params=ticket)
-    eventually(gate.with_suffix(".reached").exists)
-    decode.abort(requests.pop(1))
-    gate.touch()
-    assert [c.text for c in decode.results(requests)] == texts(reference, one) * 2
-    assert pulled_by(decode) - before == 2 * 130
-    released(prefill)
 
 
 def test_a_rank_whose_read_fails(reference: Engine, pair: Pair, gate: Path) -> None:
@@ -295,10 +249,8 @@ def test_producer_is_restarted(
     old, older = first.prefill(prompt(61), prompt(62))
     first.close()
     second = start_engine("restarted", **named, extra={"side_channel_port": old["remote_port"]})
-    cell = Cell(side="producer", fault="restarted", stage="before the read", driver="vllm")
     for length, ticket in ((61, old), (62, older)):
         check_refused(decode, prompt(length), ticket)
-    cell.write("refused")
     assert "it was restarted since" in decode.log()
     check_hand_over(reference, second, decode, prompt(61))
 
@@ -318,14 +270,10 @@ def test_a_consumer_that_is_killed_and_started_again(
     first.submit(prompt(83), params=short)
     eventually(gate.with_suffix(".reached").exists)
     first.submit(prompt(84), params=long)
-    killed = Cell(side="consumer", fault="killed", stage="reading", driver="vllm")
-    again = Cell(side="consumer", fault="restarted", stage="reading", driver="vllm")
     first.kill()
     released(hasty)
-    killed.write("released by the lease")
     second = start_engine("again", **named)
     check_decoded(reference, second, prompt(84), long)
-    again.write("loaded")
     released(prefill)
     for engine in (hasty, second):
         engine.close()

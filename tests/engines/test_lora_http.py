@@ -52,17 +52,6 @@ def refused(server: HttpServer) -> float:
     return server.counter("vllm:kvferry_refused_tickets", 'reason="prompt"')
 
 
-def test_loaded_at_run_time(servers: Servers, tmp_path: Path) -> None:
-    """The same files in another folder, as on another host."""
-    for number, server in enumerate(servers):
-        path = write_adapter(tmp_path / str(number), seed=1)
-        assert load(server, "loaded", path) == 200
-    pulls(*servers, "loaded", seed=1)
-    pulls(*servers[::-1], "loaded", seed=2)
-    asked = prompt(LENGTH, seed=1)
-    assert servers[0].texts(asked, "loaded") != servers[0].texts(asked)
-
-
 def test_other_weights_under_the_same_name(servers: Servers, tmp_path: Path) -> None:
     """One engine has them first: tickets are refused until the other one has them, too."""
     (failing, recomputing), name = servers, "moving"

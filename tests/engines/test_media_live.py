@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.conversations import words
 from tests.engines.engines import Engine
 from tests.engines.families import IMAGE
 from tests.engines.fleet import DECODES, DOES_BOTH, PREFILLS, TALKS, Engines, cast
-from tests.engines.media import NO_IMAGE, MediaPrompt, Talk
-from tests.engines.steps import check_hand_over, check_refused, counted, pulled_by, texts
+from tests.engines.media import NO_IMAGE, MediaPrompt
+from tests.engines.steps import check_hand_over, check_refused, counted
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,10 +34,10 @@ engines = cast(
 _seeds = itertools.count(1)
 
 
-def with_image(*images: int, before: int = 20, after: int = 9, **options: Any) -> MediaPrompt:
-    """Text, images in a row, and text."""
-    ids = [*prompt(before, seed=80), *[IMAGE] * len(images), *prompt(after, seed=81)]
-    return MediaPrompt(ids=ids, images=images, options=options)
+def with_image(image: int, **options: Any) -> MediaPrompt:
+    """Text, an image, and text."""
+    ids = [*prompt(20, seed=80), IMAGE, *prompt(9, seed=81)]
+    return MediaPrompt(ids=ids, images=[image], options=options)
 
 
 def fresh_prompts() -> list[MediaPrompt]:
@@ -68,51 +67,18 @@ def test_images(engines: Engines, source: str, target: str) -> None:
     assert len({each.text for each in got}) == len(prompts)
 
 
-def test_cached_images(engines: Engines) -> None:
-    """Pages that were loaded for one image answer no later prompt with another image."""
-    prefill, decode = engines["plain"], engines["two"]
-    loaded, unlike = with_image(100, after=12), with_image(101, after=12)
-    check_hand_over(engines["believing"], prefill, decode, loaded, **NO_IMAGE)
-    before = pulled_by(decode)
-    expected = texts(engines["believing"], loaded, unlike, **NO_IMAGE)
-    tickets = prefill.prefill(loaded, unlike)
-    assert texts(decode, loaded, unlike, params=tickets, **NO_IMAGE) == expected
-    # The first block has an image.
-    assert pulled_by(decode) - before == len(loaded) % 32 + len(unlike)
-    assert texts(decode, loaded, unlike, **NO_IMAGE) == expected
-
-
 @pytest.mark.parametrize(
     "other",
     [
         with_image(103),
-        with_image(102, before=21, after=8),
         with_image(102, mm_processor_kwargs={"do_normalize": False}),
         with_image(102, media_io_kwargs={"image": {"image_mode": "L"}}),
     ],
-    ids=["image", "place", "processor", "mode"],
+    ids=["image", "processor", "mode"],
 )
 def test_another_image_is_refused(engines: Engines, other: MediaPrompt) -> None:
     [ticket] = engines["plain"].prefill(with_image(102))
     check_refused(engines["chunking"], other, ticket, "made for another prompt")
-
-
-@pytest.mark.parametrize(("asking", "answering"), [("plain", "two"), ("two", "plain")])
-def test_turns_with_images(engines: Engines, asking: str, answering: str) -> None:
-    """An image in the first turn, none in the second, another one in the third.
-
-    What ``two`` has cached of the prompt before, in blocks of 32 tokens, it does not pull.
-    """
-    talk = Talk(prefill=engines[asking], decode=engines[answering], options=NO_IMAGE)
-    said = [[*words(20), IMAGE, *words(9)], words(30), [IMAGE, *words(5)], words(5)]
-    asked = 0
-    for number, ids in enumerate(said):
-        known, new = len(talk.prompt(talk.tokens)), len(MediaPrompt(ids=ids))
-        cached = asked // 32 * 32 if asking == "two" else 0
-        talk.images += [number] * ids.count(IMAGE)
-        pulled = max(known - 1, 0) - cached
-        talk.check_turn(engines["believing"], ids, new + bool(known), pulled)
-        asked = known + new
 
 
 # Embeddings.
@@ -120,46 +86,27 @@ def test_turns_with_images(engines: Engines, asking: str, answering: str) -> Non
 embedding = cast("llama", {"enable_prompt_embeds": True}, prefill=PREFILLS, decode=DECODES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixed:
-    """Token ids, other ones whose embeddings are taken, and which of the two counts where."""
+@dataclass(frozen=True)
+class Embedded:
+    """A prompt of the model's own embeddings of token ids."""
 
     ids: Sequence[int]
-    embedded: Sequence[int]
-    mask: Sequence[bool]
-
-    @property
-    def meant(self) -> list[int]:
-        """The token ids that the prompt stands for."""
-        both = zip(self.ids, self.embedded, self.mask, strict=True)
-        return [one if is_id else other for one, other, is_id in both]
 
     def __call__(self, engine: Any) -> dict[str, Any]:
-        """Take the model's own embeddings."""
         from safetensors.torch import load_file
 
         weights = load_file(Path(engine.vllm_config.model_config.model) / "model.safetensors")
-        embedded = weights["model.embed_tokens.weight"][list(self.embedded)]
-        asked: dict[str, Any] = {"prompt_embeds": embedded}
-        if any(self.mask):
-            ids = {"prompt_token_ids": list(self.ids), "prompt_is_token_ids": list(self.mask)}
-            asked |= ids
-        return asked
+        return {"prompt_embeds": weights["model.embed_tokens.weight"][list(self.ids)]}
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [[False], [False] * 200, [True] * 40 + [False] * 30, [False] * 30 + [True] * 40],
-    ids=["one", "all", "ids first", "ids last"],
-)
-def test_embeddings(reference: Engine, embedding: Engines, mask: list[bool]) -> None:
+@pytest.mark.parametrize("length", [1, 200])
+def test_embeddings(reference: Engine, embedding: Engines, length: int) -> None:
     """They are handed over like the token ids that they are of, and answered alike."""
     prefill, decode = embedding["prefill"], embedding["decode"]
-    ids, embedded = prompt(len(mask), seed=54), prompt(len(mask), seed=55)
-    asked, before = Mixed(ids=ids, embedded=embedded, mask=mask), counted(decode, TOKENS)
+    asked, before = Embedded(prompt(length, seed=55)), counted(decode, TOKENS)
     [completion] = decode.generate(asked, params=prefill.prefill(asked))
-    assert completion.tokens == reference.generate(asked.meant)[0].tokens
-    assert counted(decode, TOKENS) - before == len(mask)
+    assert completion.tokens == reference.generate(asked.ids)[0].tokens
+    assert counted(decode, TOKENS) - before == length
 
 
 TOKENS = "vllm:kvferry_tokens"

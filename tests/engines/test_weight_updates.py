@@ -1,4 +1,7 @@
-"""Servers that are paused, or get other weights in place, while others have their tickets."""
+"""Servers that are paused while others have their tickets.
+
+``tests/long/engines/test_training.py`` gives them other weights.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.engines.conversations import words
-from tests.engines.training import MODES, Trained, checkpoints, pair
+from tests.engines.training import MODES, Trained, pair
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -17,13 +20,8 @@ Servers = tuple[Trained, Trained]
 
 
 @pytest.fixture(scope="module")
-def weights(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return checkpoints(tmp_path_factory.mktemp("weights"), 3)
-
-
-@pytest.fixture(scope="module")
-def servers(weights: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    with pair(weights[0], tmp_path_factory.mktemp("trained")) as found:
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    with pair(checkpoint, tmp_path_factory.mktemp("trained")) as found:
         yield found
 
 
@@ -73,23 +71,3 @@ def test_a_pause(servers: Servers, mode: str, clears: bool) -> None:
     check(decode, *unread, loads=not clears)
     check_turn(prefill, decode, answer, loads=not clears)
     hand_over(servers)
-
-
-@pytest.mark.parametrize("version", [None, "second"])
-def test_other_weights(servers: Servers, weights: list[Path], version: str | None) -> None:
-    """Of engines with unlike weights, none loads what the other has computed."""
-    hand_over(servers)
-    prefill, decode = servers if version else servers[::-1]
-    answer = check(decode, *prefilled(prefill), loads=True)
-    asked, unread = prefilled(prefill)
-    other = weights[1 + bool(version)]
-    before = decode.answer(asked)["text"]
-    prefill.update(other, version)
-    check(decode, asked, unread, loads=False)
-    check(decode, *prefilled(prefill), loads=False)
-    check(prefill, *prefilled(decode), loads=False)
-    decode.update(other, version, "keep")
-    check_turn(prefill, decode, answer, loads=False)
-    check(decode, asked, unread, loads=False)
-    hand_over(servers)
-    assert before != decode.answer(asked)["text"] == prefill.answer(asked)["text"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.engines import engines, ranks
+from tests.engines import engines
 from tests.engines.engines import CONNECTOR, PATIENT
 from tests.engines.fleet import RECOMPUTE, TWO_WAY
 from tests.engines.http_server import HttpServer
@@ -62,16 +61,6 @@ class Trained(HttpServer):
         results: list[Any] = self.ask("/collective_rpc", {"method": method})["results"]
         return results
 
-    def open_files(self) -> list[int]:
-        """How many files and sockets each process of the server has open."""
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in sorted(self._pids())]
-
-    def _pids(self) -> Iterator[int]:
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(ProcessLookupError):
-                if os.getpgid(int(path.name)) == self._server.pid:
-                    yield int(path.name)
-
     def update(self, weights: Path, version: str | None = None, mode: str = "abort") -> None:
         """Pause, load the weights of a checkpoint in place, name them if asked to, and go on."""
         self.pause(mode)
@@ -81,14 +70,6 @@ class Trained(HttpServer):
             self.ask("/update_weight_version", {"new_version": version})
         assert self.ask("/reset_prefix_cache")["success"]
         self.resume()
-
-
-class Probe:
-    """What workers can be asked in addition, as ``worker_extension_cls``."""
-
-    def held(self) -> list[int]:
-        """How many requests the rank holds for other engines."""
-        return [ranks.endpoint().held]
 
 
 def put(weights: Path, model: Path) -> None:

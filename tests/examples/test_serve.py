@@ -65,16 +65,9 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_port_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(serve.ServingError, match="--port 65535: choose one from 1 to 65529"):
-        serve.check_ports(65535)
-
-
 @pytest.fixture
 def programs(tmp_path: Path, _own_host: None) -> Iterator[serve.Programs]:
-    programs = serve.Programs(
-        folder=tmp_path, environment=os.environ, signals=serve.Signals(received=0)
-    )
+    programs = serve.Programs(folder=tmp_path, environment=os.environ, signals=serve.Signals())
     yield programs
     programs.signals.received += 1
     programs.end()
@@ -88,16 +81,6 @@ def test_a_server_that_ends_early_is_named_with_the_end_of_its_log(
         programs.wait_ready({"decode": FIRST_PORT})
     assert str(program.log) in str(raised.value)
     assert "    out of memory" in str(raised.value)
-
-
-def test_a_server_that_answers_is_ready(programs: serve.Programs) -> None:
-    port = FIRST_PORT
-    (programs.folder / "health").touch()
-    folder = f"--directory={programs.folder}"
-    programs.start(
-        "decode", [sys.executable, "-m", "http.server", f"--bind={serve.HOST}", folder, str(port)]
-    )
-    programs.wait_ready({"decode": port})
 
 
 def test_what_a_server_leaves_behind_is_ended_too(programs: serve.Programs) -> None:

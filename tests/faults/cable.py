@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from kvferry.core.errors import ConnectError, PeerLostError, TransferCancelledError
@@ -22,6 +22,10 @@ from kvferry.drivers.loopback import LoopbackTransport
 Direction = Literal["requests", "replies"]
 DIRECTIONS: frozenset[Direction] = frozenset({"requests", "replies"})
 PENDING = Status(state=State.PENDING)
+STAGES = ("before the handshake", "during the handshake", "reading", "fencing", "finishing")
+"""The stages of a load. Finishing: the fence is final, and not yet reported to the engine."""
+OVER = os.environ.get("KVFERRY_FAULTS_OVER", "loopback")
+"""The driver of the tests in this run. A process should not load both NIXL's UCX and another."""
 
 
 def is_slot_read(copies: Copies) -> bool:
@@ -36,9 +40,9 @@ def is_fence(notify: bytes | None) -> bool:
 class StagedTransport(Transport):
     """A mixin for drivers: calls a function, once, when a load reaches a stage."""
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(**settings)
-        self.at: dict[str, Callable[[], None]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: dict[str, Callable[[], object]] = {}
         """What to call, by stage."""
         self.slot_reads = 0
         """The number of reads of slot words so far."""
@@ -174,12 +178,10 @@ class StagedCable(StagedTransport, CableTransport):
     """Loopback over a simulated cable that also calls functions at stages."""
 
 
-def staged_transport(
-    driver: str = "loopback", settings: Mapping[str, object] = MappingProxyType({})
-) -> StagedTransport:
-    """Make a driver, with these settings of its own, that calls functions at stages."""
+def staged_transport(driver: str = "loopback") -> StagedTransport:
+    """Make a driver that calls functions at stages."""
     kind = load(driver)
-    made: StagedTransport = type(f"Staged{kind.__name__}", (StagedTransport, kind), {})(**settings)
+    made: StagedTransport = type(f"Staged{kind.__name__}", (StagedTransport, kind), {})()
     return made
 
 

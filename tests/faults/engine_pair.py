@@ -141,7 +141,7 @@ class EnginePair:
         self.begin_load(request, ticket)
         return self.outcome(request)
 
-    def begin_load_until(self, stage: str, act: Callable[[], None]) -> None:
+    def begin_load_until(self, stage: str, act: Callable[[], object]) -> None:
         """Begin a load, and call ``act`` when the load reaches a stage."""
         ticket = self.producer.serve("p-1")
         if stage == "before the handshake":
@@ -169,10 +169,6 @@ class EnginePair:
 
         eventually(known, f"{request} is reported, or its pages are quarantined", seconds=90.0)
         return self.outcome(request) if self.reported[name] else "quarantined until it went on"
-
-    def load_until(self, stage: str, act: Callable[[], None]) -> str:
-        self.begin_load_until(stage, act)
-        return self.outcome("d-1")
 
     def expect_recovery(self) -> None:
         """End the fault: the next load works, no page is held, and nothing was reported twice."""

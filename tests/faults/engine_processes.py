@@ -11,19 +11,18 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.transport import Transport
 from kvferry.core.transport.registry import create
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Engine
@@ -86,17 +85,10 @@ class EngineProcess:
 
 
 @contextlib.contextmanager
-def engine_process(
-    target: Callable[..., None], *arguments: object, networked: bool = False
-) -> Iterator[EngineProcess]:
-    """Run ``target(pipe, *arguments)`` in a process, and kill it at the end.
-
-    If ``networked``, the process runs in the network namespace of this thread, which takes a second
-    longer; otherwise, in the namespace in which the fork server was started.
-    """
-    processes = multiprocessing.get_context("spawn") if networked else _processes
-    ours, theirs = processes.Pipe()
-    process = processes.Process(target=target, args=(theirs, *arguments), daemon=True)
+def engine_process(target: Callable[..., None], *arguments: object) -> Iterator[EngineProcess]:
+    """Run ``target(pipe, *arguments)`` in a process, and kill it at the end."""
+    ours, theirs = _processes.Pipe()
+    process = _processes.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     made = EngineProcess(process=process, pipe=ours)
@@ -169,19 +161,11 @@ class ProducerCommands:
 
 
 def run_producer(
-    pipe: Connection,
-    port: int = 0,
-    name: str = "prefill",
-    driver: str = "loopback",
-    settings: Mapping[str, object] = MappingProxyType({}),
-    host: str = "127.0.0.1",
+    pipe: Connection, port: int = 0, name: str = "prefill", driver: str = "loopback"
 ) -> None:
-    """Run a producer that takes commands; ``settings`` are those of its driver."""
-
-    def transport() -> Transport:
-        return create(driver, settings)
-
-    with Engine(name, SHAPE, options=OPTIONS, host=host, port=port, transport=transport) as prefill:
+    """Run a producer that takes commands."""
+    transport = partial(create, driver)
+    with Engine(name, SHAPE, options=OPTIONS, port=port, transport=transport) as prefill:
         commands = ProducerCommands(prefill)
         pipe.send(prefill.server.port)
         while (order := pipe.recv()) is not None:
@@ -194,14 +178,9 @@ def serve_request(prefill: Engine, request: str, lease: float = LEASE) -> Ticket
     return prefill.finish(request, HELD_PAGES, TOKENS, lease=lease)
 
 
-def run_consumer(
-    pipe: Connection,
-    stage: str,
-    driver: str = "loopback",
-    settings: Mapping[str, object] = MappingProxyType({}),
-) -> None:
+def run_consumer(pipe: Connection, stage: str, driver: str = "loopback") -> None:
     """Run a consumer that stops once at a stage until it gets a message to go on."""
-    made = staged_transport(driver, settings)
+    made = staged_transport(driver)
 
     def stop() -> None:
         pipe.send("here")

@@ -14,8 +14,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.transport.registry import create
 from tests.core.endpoint.engines import Engine, until
-from tests.faults.cable import DIRECTIONS, Direction, staged_transport
-from tests.faults.cells import OVER, STAGES, Cell
+from tests.faults.cable import DIRECTIONS, OVER, STAGES, Direction, staged_transport
 from tests.faults.engine_pair import LOCAL, engine_pair
 from tests.faults.engine_processes import (
     HELD_PAGES,
@@ -76,23 +75,18 @@ def expect_next_load(prefill: Engine, request: str, driver: str = "loopback") ->
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
 def test_pages_of_killed_consumer_are_released(driver: str, stage: str) -> None:
-    cell = Cell(side="consumer", fault="killed", stage=stage, driver=driver)
     with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as decode:
         load_until_stage(decode, prefill, LONG_LEASE if stage == "finishing" else LEASE)
-        cell.start_clock()
         decode.kill()
         prefill.released("p-1")
-        cell.write("released" if stage == "finishing" else "released by the lease")
         expect_next_load(prefill, "p-2", driver)
 
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES[1:])
 def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None:
     """The restarted consumer gets the same request with the same ticket."""
-    cell = Cell(side="consumer", fault="restarted", stage=stage, driver=driver)
     with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as first:
         ticket = load_until_stage(first, prefill, LONG_LEASE)
-        cell.start_clock()
         first.kill()
         with engine_process(run_consumer, "never", driver) as second:
             assert second.answer() == "ready"
@@ -101,7 +95,6 @@ def test_restarted_consumer_loads_or_is_refused(driver: str, stage: str) -> None
             prefill.released("p-1")
         assert outcome == ("StaleError" if stage == "finishing" else "loaded")
         assert is_right or outcome == "StaleError"
-        cell.write(outcome)
         expect_next_load(prefill, "p-2", driver)
 
 
@@ -116,10 +109,8 @@ def test_consumer_that_is_late_renews_or_accepts_no_stale_pages(
     fault: str, driver: str, stage: str
 ) -> None:
     """A consumer that waits for pages renews the lease; stopped, or stuck in a read, it cannot."""
-    cell = Cell(side="consumer", fault=fault, stage=stage, driver=driver)
     with local_producer(driver) as prefill, engine_process(run_consumer, stage, driver) as decode:
         load_until_stage(decode, prefill)
-        cell.start_clock()
         if fault == "stopped":
             decode.signal(signal.SIGSTOP)
         renews = fault == "slow" and stage == "waiting"
@@ -134,7 +125,6 @@ def test_consumer_that_is_late_renews_or_accepts_no_stale_pages(
         outcome, is_right = decode.answer()
         assert outcome == ("loaded" if renews or stage == "finishing" else "StaleError")
         assert is_right or outcome == "StaleError"
-        cell.write(outcome)
         if renews:
             prefill.released("p-1")
         expect_next_load(prefill, "p-2", driver)
@@ -142,7 +132,6 @@ def test_consumer_that_is_late_renews_or_accepts_no_stale_pages(
 
 @pytest.mark.parametrize(("driver", "stage"), DRIVERS_AND_STAGES)
 def test_pages_of_aborted_load_are_released(driver: str, stage: str) -> None:
-    cell = Cell(side="consumer", fault="aborted", stage=stage, driver=driver)
     near = staged_transport(driver)
     with (
         local_producer(driver) as prefill,
@@ -151,7 +140,6 @@ def test_pages_of_aborted_load_are_released(driver: str, stage: str) -> None:
         endpoint = decode.ranks[0].endpoint
 
         def abort() -> None:
-            cell.start_clock()
             endpoint.abort(RequestId("d-1"))
 
         near.at = {stage: abort}
@@ -166,54 +154,41 @@ def test_pages_of_aborted_load_are_released(driver: str, stage: str) -> None:
         prefill.released("p-1")
         assert endpoint.results().received == frozenset()
         assert endpoint.pending == 0
-        cell.write("released")
         expect_next_load(prefill, "p-2", driver)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_consumer_cut_off_beyond_its_lease_accepts_no_stale_pages(stage: str) -> None:
     """When the link is mended and the load goes on, the pages belong to another request."""
-    cell = Cell(side="consumer", fault="cut off", stage=stage)
-
-    def cut() -> None:
-        cell.start_clock()
-        pair.cut()
-
     with engine_pair(LONG_TIMEOUTS) as pair:
-        pair.begin_load_until(stage, cut)
+        pair.begin_load_until(stage, pair.cut)
         eventually(lambda: pair.is_cut, "the link is cut")
         eventually(lambda: pair.producer.process.ask("held") == 0, "the pages are released")
         pair.producer.process.ask("overwrite_pages")
         pair.mend()
-        outcome = pair.outcome("d-1")
-        assert outcome == ("loaded" if stage == "finishing" else "StaleError")
-        cell.write(outcome)
+        assert pair.outcome("d-1") == ("loaded" if stage == "finishing" else "StaleError")
         pair.expect_recovery()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_pages_are_released_despite_garbage_from_consumer(stage: str) -> None:
     """The consumer's requests to the side channel and its notifications are random bytes."""
-    cell = Cell(side="consumer", fault="garbage", stage=stage)
 
     def send_noise() -> None:
-        cell.start_clock()
         pair.cable.is_noisy = True
         pair.producer.channel.noisy = frozenset({"requests"})
 
     with engine_pair() as pair:
         pair.producer.lease = LONG_LEASE if stage == "finishing" else LEASE
-        outcome = pair.load_until(stage, send_noise)
-        assert outcome == ("HandshakeError" if "handshake" in stage else "loaded")
+        pair.begin_load_until(stage, send_noise)
+        assert pair.outcome("d-1") == ("HandshakeError" if "handshake" in stage else "loaded")
         pair.producer.expect_released()
-        cell.write(f"{outcome}, released" + " by the lease" * (stage != "finishing"))
         pair.expect_recovery()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_consumer_without_free_pages_renews_until_it_loads(stage: str) -> None:
     """Another load has the pages, and is stuck at a stage for longer than this load's lease."""
-    cell = Cell(side="consumer", fault="out of blocks", stage=stage)
     with engine_pair(LONG_TIMEOUTS) as pair:
         first = pair.start_producer("prefill-2") if "handshake" in stage else pair.producer
         first.channel.cut(CUT_DIRECTIONS.get(stage, frozenset()))
@@ -221,13 +196,10 @@ def test_consumer_without_free_pages_renews_until_it_loads(stage: str) -> None:
         pair.begin_load("d-0", first.serve("p-0"))
         waiting = pair.producer.serve("p-1")
         pair.decode.prepare(waiting)
-        cell.start_clock()
         assert not pair.endpoint.wait(1.2 * LEASE)
         pair.mend()
         first.channel.mend()
         assert pair.outcome("d-0") in ("loaded", "StaleError")
-        outcome = pair.load("d-1", waiting)
-        assert outcome == "loaded"
-        cell.write(outcome)
+        assert pair.load("d-1", waiting) == "loaded"
         first.expect_released()
         pair.expect_recovery()

@@ -9,7 +9,6 @@ from kvferry.core.transport import Quiescence
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from tests.core.endpoint.engines import Engine
-from tests.faults.cells import Cell
 from tests.faults.engine_processes import LEASE, OPTIONS, SHAPE, TOKENS, serve_request
 
 LOCAL = [3, 4]
@@ -29,7 +28,6 @@ SHORT_LEASE = 1.0
 def test_load_survives_or_fails_with_faulty_driver(
     fault: Fault, stage: str, quiescence: Quiescence
 ) -> None:
-    cell = Cell(side="driver", fault=fault.value, stage=stage, driver=quiescence.value)
     schedule = Schedule(at={CALL_INDEX[stage]: fault})
     driver = FaultyTransport(LoopbackTransport(), schedule, quiescence=quiescence)
     with (
@@ -37,12 +35,10 @@ def test_load_survives_or_fails_with_faulty_driver(
         Engine("decode", SHAPE, options=OPTIONS, transport=lambda: driver) as decode,
     ):
         ticket = serve_request(prefill, "p-1", SHORT_LEASE if fault in UNRELEASED else LEASE)
-        cell.start_clock()
         decode.pull("d-1", ticket, LOCAL)
         failed = decode.outcome("d-1").failed.get(RequestId("d-1"))
         assert (failed is None) is (fault in HARMLESS | HARMLESS_TO_LOAD)
         assert failed is not None or not decode.wrong_bytes(LOCAL, TOKENS)
-        cell.write("loaded" if failed is None else type(failed).__name__)
         prefill.released("p-1")
         assert prefill.ranks[0].endpoint.held == 0
         assert decode.ranks[0].endpoint.results().received == frozenset()

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -31,7 +30,6 @@ from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import encrypt
 from kvferry.integrations.vllm import ticket_format as tickets
 from tests.core.messages import payload
-from tests.faults.cells import figure
 from tests.faults.engine_processes import EngineProcess, engine_process
 from tests.faults.mutations import Mutator
 from tests.pinned import write as store
@@ -119,7 +117,7 @@ def test_decoders_accept_or_refuse_mutated_input(kind: str) -> None:
     make, decode = DECODERS[kind]
     mutator = Mutator(SEED)
     share = INPUTS * 6 // 10 // len(DECODERS)
-    refused, before, begun = 0, 0, time.monotonic()
+    refused, before = 0, 0
     for count in range(share):
         data = make(mutator)
         try:
@@ -132,7 +130,6 @@ def test_decoders_accept_or_refuse_mutated_input(kind: str) -> None:
             before = resident("self")
     assert refused > share // 2
     assert resident("self") - before < MAX_GROWTH
-    figure("fuzz", time.monotonic() - begun, what=kind, inputs=share)
 
 
 # Side channel.
@@ -221,7 +218,7 @@ def message(mutator: Mutator) -> list[bytes]:
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
 def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
     """An admitted peer sends the messages; each gets an answer."""
-    mutator, share, begun = Mutator(SEED), INPUTS * 35 // 100 // 2, time.monotonic()
+    mutator, share = Mutator(SEED), INPUTS * 35 // 100 // 2
     with serve_side_channel(keyed) as side_channel, zmq.Context() as context:
         for start in range(0, share, 1000):
             with context.socket(zmq.DEALER) as channel:
@@ -237,8 +234,6 @@ def test_side_channel_answers_mutated_messages(keyed: bool) -> None:
             side_channel.expect_answers()
             if start <= share // 4:
                 side_channel.remember()
-    what = f"messages, {'keyed' if keyed else 'open'}"
-    figure("fuzz", time.monotonic() - begun, what=what, inputs=share)
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00%s" + bytes(28)
@@ -264,7 +259,7 @@ def session(mutator: Mutator) -> bytes:
 @pytest.mark.parametrize("keyed", [False, True], ids=["open", "keyed"])
 def test_side_channel_survives_arbitrary_bytes(keyed: bool) -> None:
     """Any client may send the bytes, also in the middle of ZMQ's own handshake."""
-    mutator, share, begun = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1), time.monotonic()
+    mutator, share = Mutator(SEED), max(INPUTS * 5 // 100 // 2, 1)
     with serve_side_channel(keyed) as side_channel:
         for count in range(share):
             with (
@@ -280,5 +275,3 @@ def test_side_channel_survives_arbitrary_bytes(keyed: bool) -> None:
                 side_channel.expect_answers()
             if count == share // 4:
                 side_channel.remember()
-    what = f"bytes, {'keyed' if keyed else 'open'}"
-    figure("fuzz", time.monotonic() - begun, what=what, inputs=share)

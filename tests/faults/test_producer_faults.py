@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.cable import pester
-from tests.faults.cells import OVER, STAGES, Cell
+from tests.faults.cable import OVER, STAGES, pester
 from tests.faults.engine_pair import EnginePair, engine_pair
 from tests.faults.engine_processes import LONG_TIMEOUTS, OPTIONS
 from tests.waiting import eventually
@@ -82,15 +81,11 @@ def end_fault(pair: EnginePair, fault: str) -> None:
 @pytest.mark.parametrize("fault", ["killed", "stopped", "restarted"])
 def test_load_fails_when_producer_fails_while_computing(fault: str) -> None:
     """Transfers from a stopped process do not fail: only its silent side channel shows it."""
-    cell = Cell(side="producer", fault=fault, stage="computing")
     with engine_pair(proxied=False) as pair:
         pair.begin_load("d-1", pair.producer.serve("p-1", "serve_uncomputed"))
         eventually(lambda: pair.driver.slot_reads > 3, "the slot word is read repeatedly")
-        cell.start_clock()
         INJECT[fault](pair)
-        outcome = pair.outcome("d-1")
-        assert outcome == "PeerLostError"
-        cell.write(outcome)
+        assert pair.outcome("d-1") == "PeerLostError"
         end_fault(pair, fault)
         if fault == "stopped":
             pair.producer.process.ask("reset")
@@ -100,22 +95,15 @@ def test_load_fails_when_producer_fails_while_computing(fault: str) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("driver", "fault"), DRIVERS_AND_FAULTS)
 def test_load_is_correct_or_fails(driver: str, fault: str, stage: str) -> None:
-    cell = Cell(side="producer", fault=fault, stage=stage, driver=driver)
-
-    def inject() -> None:
-        cell.start_clock()
-        INJECT[fault](pair)
-
     options = LONG_TIMEOUTS if fault == "slow" else OPTIONS
     with engine_pair(options, driver=driver, proxied=fault not in NOT_PROXIED) as pair:
         if fault == "slow":
             pair.producer.lease = LONG_TIMEOUTS.load_timeout
-        pair.begin_load_until(stage, inject)
+        pair.begin_load_until(stage, lambda: INJECT[fault](pair))
         outcome = pair.outcome_or_quarantine("d-1")
         if fault != "stopped" or driver == "loopback":
             assert (outcome != "loaded") is (stage in FAILING_STAGES[fault]), outcome
             assert "quarantine" not in outcome
-        cell.write(outcome)
         end_fault(pair, fault)
         pair.outcome("d-1")
         pair.expect_recovery()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from kvferry import KVFerryError
 from kvferry.integrations.ray import CONNECTOR, register
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -68,10 +67,6 @@ def test_ray_finds_the_backend_by_the_connectors_name() -> None:
     assert KVConnectorBackendFactory.get_backend_class(CONNECTOR) is KVFerryBackend
 
 
-def test_registering_again_has_no_effect() -> None:
-    register()
-
-
 def test_vllm_gets_the_nodes_address(node: str) -> None:
     assert extra_of(set_up(transfer())) == {"driver": "loopback", "side_channel_host": node}
 
@@ -88,11 +83,6 @@ def test_vllm_gets_the_nodes_address_below_a_multi_connector(node: str) -> None:
     )
     child = extra_of(config)["connectors"][0]
     assert child["kv_connector_extra_config"]["side_channel_host"] == node
-
-
-def test_an_engine_id_ends_the_replica() -> None:
-    with pytest.raises(KVFerryError, match="engine_id"):
-        set_up(transfer(engine_id="shared"))
 
 
 def test_replicas_have_engine_ids_of_their_own() -> None:

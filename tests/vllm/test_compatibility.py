@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvferry.core.security import Access
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.compatibility import (
     FACTS,
-    JUDGEMENTS,
     MAX_CHARACTERS,
     compatibility_facts,
-    judgements,
+    endpoint_options,
 )
 from kvferry.integrations.vllm.config import Config
 
@@ -82,11 +82,10 @@ def test_what_is_said() -> None:
 @pytest.mark.parametrize("enforce", [True, False])
 def test_only_names_are_judgements(enforce: bool) -> None:
     names = {"model", "revision", "model overrides", "media", "draft model", "draft revision"}
-    found = judgements(Config(enforce_handshake_compat=enforce))
+    found = endpoint_options(Config(enforce_handshake_compat=enforce), Access()).judgements
     assert found.keys == names
     assert found.overridden is not enforce
     assert found.told == {"vLLM"}
-    assert set(JUDGEMENTS) == names
     assert not FACTS.keys() & names
 
 

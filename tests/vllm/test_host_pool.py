@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvferry.core.layout import Layout
 from kvferry.core.layout.host_page_format import HostPageFormat
 from kvferry.core.layout.paged_layout import paged_layout
 from kvferry.core.memory import region_of
-from kvferry.integrations.vllm import host_page_copies
+from kvferry.integrations.vllm import host_pool
 from kvferry.integrations.vllm.config import ConfigError
 from kvferry.integrations.vllm.device import storage_of
 from kvferry.integrations.vllm.host_pool import HostPool
@@ -48,15 +49,14 @@ from kvferry.integrations.vllm.host_pool import HostPool
 begun = threading.Event()
 
 
-class Stuck:
-    def copy(self, blocks, pages, *, out):
-        begun.set()
-        threading.Event().wait()
+def stuck(blocks, pages, *, out):
+    begun.set()
+    threading.Event().wait()
 
 
 form = HostPageFormat.of(Layout(regions=(), groups=(), fields=()))
 pool = HostPool([], form, 2, device=torch.device("cpu"))
-pool._copier = Stuck()
+pool._copy = stuck
 pool.out([1], [1])
 begun.wait()
 """
@@ -139,9 +139,7 @@ pairs = st.integers(0, PAGES).flatmap(
 def test_copies_move_pages_and_nothing_else(
     devices: StandInDevices, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(
-        host_page_copies, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4
-    )  # a page or a few at once
+    monkeypatch.setattr(host_pool, "BATCH_BYTES", 3 * 4 * 2 * 3 * 4)  # a page or a few at once
 
     @settings(max_examples=15)
     @given(chosen=pairs, back=pairs, order=st.permutations(range(4)))
@@ -177,48 +175,44 @@ def test_a_rank_without_a_cache_copies_nothing(devices: StandInDevices) -> None:
     pool.close()
 
 
+@pytest.fixture
+def copying(devices: StandInDevices) -> Iterator[Callable[[Callable[..., None]], HostPool]]:
+    """A pool on a stand-in for a device, whose copies are a function's."""
+    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
+
+    def made(copy: Callable[..., None]) -> HostPool:
+        pool._copy = copy
+        return pool
+
+    yield made
+    pool.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_copy_is_awaited_on_a_stream_of_its_own(
-    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
+    devices: StandInDevices, copying: Any, fails: bool
 ) -> None:
     """The calling thread waits for nothing, and the copy for none of the engine's work."""
-    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
     may_begin = threading.Event()
 
     def copy(*_: object, out: bool) -> None:
         assert may_begin.wait(SECONDS)
         devices.enqueue(0.2)
+        if fails:
+            raise RuntimeError("no memory")
 
-    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", copy)
     devices.set_device(0)
     devices.enqueue(600.0)
     began = time.monotonic()
-    passed = pool.out([1], [2])
+    passed = copying(copy).out([1], [2])
     assert not passed()
     may_begin.set()
-    eventually(passed)
+    said = "the device cannot copy pages: no memory"
+    with pytest.raises(CopyError, match=said) if fails else nullcontext():
+        eventually(passed)
     assert 0.2 <= time.monotonic() - began < 600.0
-    pool.close()
     assert devices.strays == []
     assert [stream.priority for stream in devices.streams] == [-1]
-
-
-def test_a_copy_that_fails_raises_when_the_device_is_quiet(
-    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
-
-    def fail(*_: object, out: bool) -> None:
-        devices.enqueue(0.2)
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", fail)
-    devices.set_device(0)
-    began = time.monotonic()
-    passed = pool.into([1], [2])
-    with pytest.raises(CopyError, match="the device cannot copy pages: no memory"):
-        eventually(passed)
-    assert time.monotonic() - began >= 0.2
-    pool.close()
 
 
 @pytest.mark.parametrize("kind", ["cpu", OPENREG])
@@ -234,21 +228,17 @@ def test_a_pool_copies_on_after_an_error(devices: StandInDevices, kind: str) -> 
     pool.close()
 
 
-def test_copies_of_both_directions_do_not_wait_for_each_other(
-    devices: StandInDevices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, _, _ = pool_of(caches(), "cuda", enter=_choose(devices))
+def test_copies_of_both_directions_do_not_wait_for_each_other(copying: Any) -> None:
     gate = threading.Event()
 
     def copy(*_: object, out: bool) -> None:
         assert not out or gate.wait(SECONDS)
 
-    monkeypatch.setattr(host_page_copies._StreamedCopies, "copy", copy)
+    pool = copying(copy)
     slow = pool.out([1], [2])
     eventually(pool.into([3], [4]))
     assert not slow()
     gate.set()
-    pool.close()
 
 
 def test_memory_that_cannot_be_pinned_is_used_with_a_warning(

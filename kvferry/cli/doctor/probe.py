@@ -29,7 +29,7 @@ from kvferry.core.transport.registry import describe, installed
 from kvferry.drivers.cuda import CudaDriver, find_cuda
 from kvferry.drivers.loopback.process_memory import IOVEC, allow_readers, vm_read, why_forbidden
 from kvferry.drivers.ucx import dlopen
-from kvferry.drivers.ucx.library import Devices, devices, find
+from kvferry.drivers.ucx.library import Devices, devices
 
 SECONDS = 60.0  # seconds that all checks together may take
 REACH_SECONDS = 5.0
@@ -143,11 +143,8 @@ def gpus(cuda: CudaDriver | None) -> list[CudaGpu]:
 
 
 def _ucx(path: str, driver: str, machine: Machine) -> Finding:
-    library, advice = ctypes.CDLL(path), ""
+    library = ctypes.CDLL(path)
     library.ucp_get_version_string.restype = ctypes.c_char_p
-    if driver == "ucx":
-        with suppress(DriverError):  # the driver's own report has it
-            advice = find().advice
     rdma = any(map(dlopen.loads, dlopen.rdma_modules(Path(path))))
     version = library.ucp_get_version_string().decode()
     return software.ucx(
@@ -156,7 +153,6 @@ def _ucx(path: str, driver: str, machine: Machine) -> Finding:
         _transports(library),
         nics=[nic.name for nic in machine.nics if nic.is_active],
         cuda=bool(machine.cuda),
-        advice=advice,
     )
 
 

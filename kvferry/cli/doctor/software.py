@@ -63,7 +63,6 @@ def ucx(
     *,
     nics: Sequence[str] = (),
     cuda: bool = False,
-    advice: str = "",
 ) -> Finding:
     """Return the finding about the UCX of a driver: its version, and what it can use here.
 
@@ -73,7 +72,6 @@ def ucx(
         transports: The devices of each of its transports for one-sided access.
         nics: The active NICs with RDMA of this machine.
         cuda: Whether CUDA sees a GPU.
-        advice: Which other UCX would be better, if any.
     """
     check = Check(f"UCX of {driver}")
     used = {port.partition(":")[0] for ports in transports.values() for port in ports}
@@ -82,12 +80,12 @@ def ucx(
     if NETWORK.isdisjoint(transports):
         lacking.append("a transport to other hosts")
     text = f"{found}: {listed(transports) or 'no transport'}"
-    if lacking:
-        text += f"; it lacks {', '.join(lacking)}"
-        advice = advice or (
-            "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info. If not, "
-            "install a UCX that has it: for GPUs nixl-cu13 or nixl-cu12, libucx-cu13 or "
-            "libucx-cu12; for NICs that of their vendor, or the system's (libucx0), and name its "
-            "libucp.so.0 (driver_options of ucx: library)"
-        )
-    return check.warn(text, advice) if advice else check.ok(text)
+    if not lacking:
+        return check.ok(text)
+    return check.warn(
+        f"{text}; it lacks {', '.join(lacking)}",
+        "see whether UCX_TLS or UCX_NET_DEVICES excludes it, and UCX_LOG_LEVEL=info. If not, "
+        "install a UCX that has it: for GPUs nixl-cu13 or nixl-cu12, libucx-cu13 or libucx-cu12; "
+        "for NICs that of their vendor, or the system's (libucx0), and name its libucp.so.0 "
+        "(driver_options of ucx: library)",
+    )

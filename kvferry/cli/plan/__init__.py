@@ -7,13 +7,12 @@ from pathlib import Path
 
 from kvferry.cli.output import print_json, require_matplotlib
 from kvferry.cli.plan.advice import advice_for
-from kvferry.cli.plan.early import PrefillSpeed, early_cases, parse_bandwidth
-from kvferry.cli.plan.engines import EngineError, SettingsError, write_engine
+from kvferry.cli.plan.early import PrefillSpeed, early_case, parse_bandwidth
+from kvferry.cli.plan.engines import SettingsError, write_engine
 from kvferry.cli.plan.estimate import estimate_reads
 from kvferry.cli.plan.model import read_model
 from kvferry.cli.plan.report import PlanResult, print_result, record_of
-from kvferry.cli.plan.sides import read_sides, refusal
-from kvferry.core.errors import KVFerryError
+from kvferry.cli.plan.sides import read_sides
 
 
 def run(
@@ -56,18 +55,12 @@ def run(
         max(tokens, *prompts),
     )
     engines = sides[0].engine, sides[1].engine
-    refused = refusal(*sides)
-    try:
-        estimate = estimate_reads(*engines, tokens)
-    except KVFerryError as exc:
-        if not refused:
-            raise
-        raise EngineError(f"{exc}. {refused}") from exc
+    estimate = estimate_reads(*engines, tokens)
     early = None
     if bandwidths:
         own = PrefillSpeed(chunk=chunk, prefill_rate=prefill_rate, hop_seconds=hop / 1e3)
         each = [estimate if n == tokens else estimate_reads(*engines, n) for n in prompts]
-        early = own, early_cases(bandwidths, each, own)
+        early = own, [early_case(own, rate, found) for rate in bandwidths for found in each]
     result = PlanResult(
         model=described,
         prefill=sides[0],
@@ -75,7 +68,6 @@ def run(
         estimate=estimate,
         advice=advice_for(described, *sides, estimate),
         early=early,
-        notes=(*sides[0].notes, *sides[1].notes, *filter(None, (refused,))),
     )
     if write_layouts is not None:
         for side in sides:

@@ -150,10 +150,10 @@ STATES = re.compile(
 
 UNSUPPORTED = (
     *("compress_ratios", "block_configs", "global_head_dim", "num_global_key_value_heads"),
-    "cross_attention_layers",
+    *("cross_attention_layers", "is_encoder_decoder"),
 )
 """Keys of models whose cache the file does not describe completely: entries that stand for several
-tokens or for images, and layers or heads that are unlike each other."""
+tokens, for images or for an encoder's, and layers or heads that are unlike each other."""
 
 UNLIKE = frozenset(
     {

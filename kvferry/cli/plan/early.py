@@ -7,8 +7,8 @@ is taken to compute at an even rate, and the network to carry nothing else.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from kvferry.cli.plan.engines import SettingsError
 from kvferry.cli.plan.estimate import Estimate
@@ -34,80 +34,54 @@ class PrefillSpeed:
     hop_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlyCase:
-    """How long until decode has the cache of one prompt: by an ordinary and by an early ticket.
-
-    ``late_bytes`` are of sliding windows and states, which are moved after prefill's end.
-    """
-
-    bandwidth: Bandwidth
-    prompt: int
-    chunks: int
-    early_bytes: int
-    late_bytes: int
-    prefill_seconds: float
-    move_seconds: float
-    sequential_seconds: float
-    early_seconds: float
-
-    @property
-    def saved(self) -> float:
-        """The part of the sequential time that an early ticket saves, 0 to 1."""
-        return 1 - self.early_seconds / self.sequential_seconds
-
-
 def parse_bandwidth(text: str) -> Bandwidth:
     """Return the bandwidth of a text such as ``25Gbit``, ``40MB/s`` or ``1.5GiB/s``.
 
     ``Gb`` is refused, because it is used for bits and for bytes.
     """
-    match = _RATE.fullmatch(text.strip())
-    if match is None:
-        raise SettingsError(
-            f"--bandwidth {text[:32]!r} is no rate: write a number with a unit, bits as in 25Gbit, "
-            "or bytes as in 40MB/s or 1.5GiB/s"
-        )
-    number, prefix, binary, unit = match.groups()
-    power = " KMGT".index(prefix.upper() or " ")
-    rate = float(number) * (1024 if binary else 1000) ** power / (1 if unit == "B" else 8)
+    match, rate = _RATE.fullmatch(text.strip()), 0.0
+    if match is not None:
+        number, prefix, binary, unit = match.groups()
+        power = " KMGT".index(prefix.upper() or " ")
+        rate = float(number) * (1024 if binary else 1000) ** power / (1 if unit == "B" else 8)
     if not _SLOWEST <= rate <= _FASTEST:
         raise SettingsError(
-            f"--bandwidth {text[:32]!r} is {rate:g} bytes per second: give one from "
-            f"{_SLOWEST:g}B/s to {_FASTEST / 1e12:g}TB/s"
+            f"--bandwidth {text[:32]!r} is no rate from {_SLOWEST:g}B/s to {_FASTEST / 1e12:g}TB/s:"
+            " write a number with a unit, bits as in 25Gbit, or bytes as in 40MB/s or 1.5GiB/s"
         )
     return Bandwidth(text=text.strip(), bytes_per_second=rate)
 
 
-def early_cases(
-    bandwidths: Sequence[Bandwidth], estimates: Sequence[Estimate], prefill: PrefillSpeed
-) -> list[EarlyCase]:
-    """Return how long until decode has the cache, for each bandwidth and prompt."""
-    return [_case(prefill, bandwidth, each) for bandwidth in bandwidths for each in estimates]
+def early_case(prefill: PrefillSpeed, bandwidth: Bandwidth, estimate: Estimate) -> dict[str, Any]:
+    """Return how long until decode has the cache of a prompt, by a network of this bandwidth.
 
-
-def _case(prefill: PrefillSpeed, bandwidth: Bandwidth, estimate: Estimate) -> EarlyCase:
+    That is by an ordinary ticket (``sequential_seconds``) and by an early one. ``late_bytes`` are
+    of sliding windows and states, which are moved after prefill's end.
+    """
     prompt, chunk, rate = estimate.tokens, prefill.chunk, bandwidth.bytes_per_second
-    total, early = estimate.sizes.nbytes, estimate.early_bytes
+    early = sum(read.early_bytes for read in estimate.reads)
+    late = estimate.total["bytes"] - early
     chunks = -(-prompt // chunk)
-    computing, moving = prompt / prefill.prefill_rate, total / rate
+    computing, moving = prompt / prefill.prefill_rate, (early + late) / rate
     # Moving is busy from some chunk on until the end, so the end is the largest, over the chunks,
     # of the time when a chunk is computed plus the time that it and all later ones take to be
     # moved. Both are linear in the chunk's index, but for a shorter last chunk, so only the first
     # and the last two chunks can give the largest.
-    end = max(
+    end = late / rate + max(
         min(index * chunk, prompt) / prefill.prefill_rate
         + (prompt - (index - 1) * chunk) * early / prompt / rate
         for index in (1, max(1, chunks - 1), chunks)
     )
-    return EarlyCase(
-        bandwidth=bandwidth,
-        prompt=prompt,
-        chunks=chunks,
-        early_bytes=early,
-        late_bytes=total - early,
-        prefill_seconds=computing,
-        move_seconds=moving,
-        sequential_seconds=computing + prefill.hop_seconds + moving,
-        early_seconds=end + (total - early) / rate,
-    )
+    sequential = computing + prefill.hop_seconds + moving
+    return {
+        "bandwidth": asdict(bandwidth),
+        "prompt": prompt,
+        "chunks": chunks,
+        "early_bytes": early,
+        "late_bytes": late,
+        "prefill_seconds": computing,
+        "move_seconds": moving,
+        "sequential_seconds": sequential,
+        "early_seconds": end,
+        "saved": 1 - end / sequential,
+    }

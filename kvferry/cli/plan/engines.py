@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -47,9 +47,9 @@ ALIASES: Mapping[str, str] = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 Ranks = Annotated[int, Meta(ge=1, le=1 << 10)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 16)]
+Reach = Annotated[int, Meta(ge=0, lt=1 << 40)]
 SHOWN = ("tp", "pp", "block_size", "layout")  # the settings that are always printed
 
-MAX_FILE_BYTES = 1 << 26  # largest size of a JSON file with layouts
 ADDRESS = 1 << 40
 """The address of every computed buffer. Any address will do, since no memory is read."""
 UNEVEN = 1.5
@@ -88,14 +88,13 @@ class PlanSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.tp * self.pp > MAX_RANKS:
             raise SettingsError(f"tp={self.tp},pp={self.pp} are more than {MAX_RANKS} ranks")
-        if self.tp % self.dcp:
-            raise SettingsError(
-                f"dcp={self.dcp} does not divide tp={self.tp}: tokens are spread over ranks that "
-                "share the heads"
-            )
-        for name, part in (("interleave", self.interleave), ("kernel_block", self.kernel_block)):
-            if part and self.block_size % part:
-                raise SettingsError(f"{name}={part} does not divide block_size={self.block_size}")
+        for name, part, whole in (
+            ("dcp", self.dcp, "tp"),  # tokens are spread over ranks that share the heads
+            ("interleave", self.interleave, "block_size"),
+            ("kernel_block", self.kernel_block, "block_size"),
+        ):
+            if part and getattr(self, whole) % part:
+                raise SettingsError(f"{name}={part} does not divide {whole}={getattr(self, whole)}")
         if self.kernels > 1 and not self.layout.startswith(WHOLE):
             raise SettingsError(
                 f"layout={self.layout} scatters the pages of a layer, so kernels cannot cut them: "
@@ -140,48 +139,47 @@ class Engine:
 
     ranks: Annotated[tuple[Layout, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     coordinates: tuple[Coordinates, ...] = ()
-    windows: tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...] = ()
-    chunks: tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...] = ()
+    windows: tuple[Reach, ...] = ()
+    chunks: tuple[Reach, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.coordinates and len(self.coordinates) != len(self.ranks):
-            raise EngineError(f"{len(self.coordinates)} coordinates for {len(self.ranks)} ranks")
-        groups = len(self.ranks[0].groups)
-        if any(len(layout.groups) != groups for layout in self.ranks):
+        groups = {len(layout.groups) for layout in self.ranks}
+        if len(groups) > 1:
             raise EngineError("the ranks of an engine have unlike numbers of groups")
-        for what in ("windows", "chunks"):
-            given = getattr(self, what)
-            if given and len(given) != groups:
-                raise EngineError(f"{len(given)} {what} for {groups} groups")
+        for what, wanted in (
+            ("coordinates", {len(self.ranks)}),
+            ("windows", groups),
+            ("chunks", groups),
+        ):
+            if (given := len(getattr(self, what))) not in wanted | {0}:
+                raise EngineError(f"there are {given} {what}, where {max(wanted)} are needed")
 
-    def drops_tokens(self, group: int) -> bool:
-        """Return whether a cache group has a sliding window or chunks."""
-        return any(given[group] for given in (self.windows, self.chunks) if given)
+    def with_reach(self, model: Model, lengths: Sequence[int]) -> Engine:
+        """Return an engine whose cache groups have windows, or chunks, of these lengths."""
+        if model.in_chunks:
+            return replace(self, chunks=tuple(lengths))
+        return replace(self, windows=tuple(lengths))
+
+    def reach(self, group: int) -> tuple[int, int]:
+        """Return the tokens of a cache group's sliding window, and of its chunks; 0 for none."""
+        windows, chunks = (given or {group: 0} for given in (self.windows, self.chunks))
+        return windows[group], chunks[group]
 
     def first_token(self, group: int, tokens: int) -> int:
         """Return the first token of a request to which the token after its last attends."""
-        if self.chunks and self.chunks[group]:
-            return tokens // self.chunks[group] * self.chunks[group]
-        window = self.windows[group] if self.windows else 0
+        window, chunk = self.reach(group)
+        if chunk:
+            return tokens // chunk * chunk
         return max(0, tokens - window + 1) if window else 0
 
 
 def read_engine(path: Path) -> Engine:
-    """Return the engine that a JSON file describes; a single layout is an engine of one rank."""
+    """Return the engine that a JSON file describes."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            raise EngineError(f"it has more than {MAX_FILE_BYTES} bytes")
-        content = msgspec.json.decode(data)
-        if isinstance(content, dict) and "ranks" not in content and "fields" in content:
-            content = {"ranks": [content]}
-        return msgspec.convert(content, Engine)
+        return msgspec.json.decode(path.read_bytes(), type=Engine)
     except OSError as exc:
         raise EngineError(f"{path} cannot be read: {exc.strerror}") from exc
-    except EngineError as exc:
-        raise EngineError(f"{path}: {exc}") from exc
-    except DECODE_ERRORS as exc:
+    except (EngineError, *DECODE_ERRORS) as exc:
         raise EngineError(f"{path} does not describe an engine's layouts: {exc}") from exc
 
 
@@ -205,26 +203,22 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
     step = max(settings.block_size, LATENT_ALIGNMENT if model.latent else ALIGNMENT)
     size = step * -(-model.state.nbytes(settings.tp) // (step * token))
     enlarged = max(settings.block_size, ALIGNMENT * -(-size // ALIGNMENT))
-    try:
-        return structs.replace(settings, block_size=enlarged)
-    except SettingsError as exc:
-        raise SettingsError(
-            f"{exc} (vLLM enlarges block_size={settings.block_size} to {enlarged} for the "
-            "states of this model)"
-        ) from None
+    return structs.replace(settings, block_size=enlarged)
 
 
 def check_spread(model: Model, settings: PlanSettings) -> None:
     """Refuse settings with more ranks than a model can be distributed over."""
     tp, heads, state = settings.tp, model.kv_heads, model.state
-    divided = {"attention heads": model.attention_heads}
     if state is not None:
-        divided["heads of a state"] = state.heads
-        units = {f"units of a state's {part.name} channels": part.units for part in state.channels}
-        divided |= {what: count for what, count in units.items() if count > 1}
-    for what, count in divided.items():
-        if count % tp:
-            raise EngineError(f"tp={tp} does not divide the {count} {what}")
+        parts = [("heads", state.heads)]
+        parts += [(f"units of {it.name}", it.units) for it in state.channels if it.units > 1]
+        for what, count in parts:
+            if count % tp:
+                raise EngineError(f"tp={tp} does not divide a state's {count} {what}")
+        if settings.layout == SCATTERED:
+            raise EngineError(
+                f"layout={SCATTERED} leaves no block in one piece, as a state needs: use another"
+            )
     if heads % tp and tp % heads:
         raise EngineError(f"tp={tp} and {heads} KV heads: one of the two must divide the other")
     if settings.pp > model.layers:
@@ -234,27 +228,20 @@ def check_spread(model: Model, settings: PlanSettings) -> None:
             f"dcp={settings.dcp} spreads tokens over ranks that hold the same heads, and with "
             f"tp={tp} and {heads} KV heads there are {max(1, tp // heads)}"
         )
-    if state is not None and settings.layout == SCATTERED:
-        others = ", ".join(order for order in ORDERS if order != SCATTERED)
-        raise EngineError(
-            f"layout={SCATTERED} scatters a block over the heads, and a state needs a block in one "
-            f"piece: use one of {others}"
-        )
 
 
 class _CacheGroup(NamedTuple):
-    """Layers that share block ids; a window or chunk of 0 is none."""
+    """Layers that share block ids, with the length of their window or chunks; 0 is none."""
 
     layers: list[int]
-    window: int = 0
-    chunk: int = 0
+    length: int = 0
     holds_states: bool = False
 
 
 def _groups(model: Model) -> list[_CacheGroup]:
     """Return the layers of one reach, or with states; vLLM splits frequent kinds (``UNEVEN``)."""
-    by_reach = grouped(model.windows, lambda n: (model.windows[n], model.chunks.get(n, 0)))
-    kinds = [_CacheGroup(layers, *reach) for reach, layers in by_reach.items()]
+    by_length = grouped(model.windows, lambda layer: model.windows[layer])
+    kinds = [_CacheGroup(layers, length) for length, layers in by_length.items()]
     if model.states:
         kinds.append(_CacheGroup(list(model.states), holds_states=True))
     if not kinds:
@@ -287,102 +274,100 @@ def make_engine(model: Model, settings: PlanSettings, tokens: int) -> Engine:
         1 if group.holds_states else -(-tokens // (settings.block_size * settings.dcp))
         for group in groups
     )
-    ranks = list(itertools.product(range(settings.pp), range(settings.tp)))
-    return Engine(
-        ranks=tuple(_Rank(model, settings, pages, pp, tp).layout(groups) for pp, tp in ranks),
-        coordinates=tuple(Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp) for pp, tp in ranks),
-        windows=tuple(group.window for group in groups),
-        chunks=tuple(group.chunk for group in groups) if model.chunks else (),
+    coordinates = tuple(
+        Coordinates(pp=pp, tp=tp, dcp=tp % settings.dcp)
+        for pp, tp in itertools.product(range(settings.pp), range(settings.tp))
     )
-
-
-_Strides = dict[str, int]
-"""The bytes from one index to the next, for each axis of a cache group's memory by its letter."""
+    ranks = tuple(_Rank(model, settings, pages, at).layout(groups) for at in coordinates)
+    engine = Engine(ranks=ranks, coordinates=coordinates)
+    return engine.with_reach(model, [group.length for group in groups])
 
 
 class _Rank:
-    def __init__(self, model: Model, settings: PlanSettings, pages: int, pp: int, tp: int) -> None:
-        self._model, self._settings, self._pages, self._tp = model, settings, pages, tp
-        self._stage = _stage(model.layers, settings.pp, pp)
+    def __init__(
+        self, model: Model, settings: PlanSettings, pages: int, coordinates: Coordinates
+    ) -> None:
+        self._model, self._settings, self._pages, self._at = model, settings, pages, coordinates
         # If there are more ranks than heads, several ranks store the same head.
-        start = tp * model.kv_heads // settings.tp
-        self._heads = start, max(start + 1, (tp + 1) * model.kv_heads // settings.tp)
-        self._page = (self._heads[1] - start) * settings.block_size * model.entry_bytes
+        start = coordinates.tp * model.kv_heads // settings.tp
+        stop = max(start + 1, (coordinates.tp + 1) * model.kv_heads // settings.tp)
+        self._heads = start, stop
+        self._page = (stop - start) * settings.block_size * model.entry_bytes
         self._block = 0
 
     def layout(self, groups: Sequence[_CacheGroup]) -> Layout:
         model, settings = self._model, self._settings
-        here = [[layer for layer in group.layers if layer in self._stage] for group in groups]
-        indexed = [layer for layer in model.indexed if layer in self._stage]
-        most = max(map(len, here))
-        index_page = settings.block_size * model.index_bytes
-        self._block = most * self._page + len(indexed) * index_page
+        stage = _stage(model.layers, settings.pp, self._at.pp)
+        here = [[layer for layer in group.layers if layer in stage] for group in groups]
+        indexed = [layer for layer in model.indexed if layer in stage]
         latents = len(here[0]) * self._page
-        first = latents if settings.layout.startswith("B") else latents * self._pages
+        index_page = settings.block_size * model.index_bytes
+        self._block = max(map(len, here)) * self._page + len(indexed) * index_page
         context = ContextParallel(
-            size=settings.dcp, rank=self._tp % settings.dcp, interleave=settings.interleave
+            size=settings.dcp, rank=self._at.dcp, interleave=settings.interleave
         )
         paged = Group(kind=GroupKind.PAGED, block_tokens=settings.block_size, context=context)
         state = Group(kind=GroupKind.STATE, block_tokens=0)
-        item = ELEMENT_BYTES[model.dtype]
-        entry = {name: elements * item for name, elements in model.parts.items()}
-        index = self._paged(0, indexed, "indexer", model.index_parts, (0, 1), first)
         found = [
-            self._states(n, layers)
-            if group.holds_states
-            else self._paged(n, layers, "attn", entry, self._heads)
+            self._states(n, layers) if group.holds_states else self._paged(n, layers)
             for n, (group, layers) in enumerate(zip(groups, here, strict=True))
         ]
+        behind = latents if settings.layout.startswith("B") else latents * self._pages
+        found.append(self._paged(0, indexed, index_start=behind))
         nbytes = max(1, self._block * self._pages)
         return Layout(
             regions=(Region(address=ADDRESS, nbytes=nbytes, kind=CUDA),),
             groups=tuple(state if group.holds_states else paged for group in groups),
-            fields=tuple(itertools.chain(*found, index)),
+            fields=tuple(itertools.chain(*found)),
         )
 
-    def _strides(self, layers: int, pages: int, heads: int, tokens: int, entry: int) -> _Strides:
-        stride, strides, extents = 1, _Strides(), (layers, pages, heads, tokens, entry)
+    def _strides(self, *extents: int) -> list[int]:
+        """Return the bytes from one layer, block, head and token to the next, by their numbers.
+
+        The last extent is the bytes of an entry.
+        """
+        stride, strides = 1, {}
         for name in reversed(self._settings.layout):
             strides[name] = stride
             stride *= extents["LBHNC".index(name)]
         if self._settings.layout.startswith("B"):
             strides["B"] = self._block  # the same for all groups
-        return strides
+        return [strides[name] for name in "LBHN"]
 
     def _paged(
-        self,
-        group: int,
-        layers: Sequence[int],
-        name: str,
-        parts: Mapping[str, int],
-        heads: tuple[int, int],
-        start: int | None = None,
+        self, group: int, layers: Sequence[int], index_start: int | None = None
     ) -> Iterator[Field]:
-        """Yield the fields of entries with these parts, in bytes.
+        """Yield the fields of K and V, or of latents; or the layers' indexes, from an offset.
 
-        With ``start``, the fields are a layer's index, as the connector's (``indexer`` in
+        An index is as the connector's (``indexer`` in
         ``integrations/vllm/caches/attention_pages.py``): a block has all its tokens' values, then
         all their scales.
         """
-        is_index, held, kernels = start is not None, heads[1] - heads[0], self._settings.kernels
-        tokens = self._settings.block_size // kernels
-        entry = sum(parts.values())
-        step = self._strides(len(layers), self._pages * kernels, held, tokens, entry)
-        split = [(kernels, step["B"])] * (kernels > 1)
-        for index, layer in enumerate(layers):
-            offset = (start or 0) + index * step["L"]
+        model, kernels, is_index = self._model, self._settings.kernels, index_start is not None
+        item, tokens = ELEMENT_BYTES[model.dtype], self._settings.block_size // kernels
+        parts = {name: elements * item for name, elements in model.parts.items()}
+        if is_index:
+            parts = dict(model.index_parts)
+        heads = (0, 1) if is_index else self._heads
+        held = heads[1] - heads[0]
+        step, block, head, token = self._strides(
+            len(layers), self._pages * kernels, held, tokens, sum(parts.values())
+        )
+        split = [(kernels, block)] * (kernels > 1)
+        for n, layer in enumerate(layers):
+            offset = (index_start or 0) + n * step
             for part, unit in parts.items():
                 yield Field(
-                    key=f"layers.{layer}.{name}/{part}",
+                    key=f"layers.{layer}.{'indexer' if is_index else 'attn'}/{part}",
                     group=group,
                     region=0,
                     offset=offset,
-                    page_stride=kernels * step["B"],
+                    page_stride=kernels * block,
                     pages=self._pages,
-                    dtype="uint8" if is_index else self._model.dtype,
+                    dtype="uint8" if is_index else model.dtype,
                     unit=unit,
-                    tokens=axis(*split, (tokens, unit if is_index else step["N"])),
-                    shard=axis((held, unit if is_index else step["H"])),
+                    tokens=axis(*split, (tokens, unit if is_index else token)),
+                    shard=axis((held, unit if is_index else head)),
                     shard_range=heads,
                 )
                 offset += unit * tokens if is_index else unit
@@ -393,17 +378,17 @@ class _Rank:
         Keys and axes are the connector's (``integrations/vllm/caches/state_pages.py``). The
         convolution's inputs have their channels innermost, as vLLM stores them by default.
         """
-        state, tp = self._model.state, self._settings.tp
+        state, tp, rank = self._model.state, self._settings.tp, self._at.tp
         if state is None:
             return
-        step = self._strides(len(layers), self._pages, 1, 1, self._page)
+        step, block, *_ = self._strides(len(layers), self._pages, 1, 1, self._page)
         item, element = ELEMENT_BYTES[state.input_dtype], ELEMENT_BYTES[state.dtype]
-        shares = [part.share(tp, self._tp) for part in state.channels]
+        shares = [part.share(tp, rank) for part in state.channels]
         row = sum(stop - start for start, stop in shares) * item
-        heads = state.heads // tp
-        field = partial(Field, group=group, region=0, page_stride=step["B"], pages=self._pages)
-        for index, layer in enumerate(layers):
-            key, offset = f"layers.{layer}.mixer", index * step["L"]
+        heads, matrix = state.heads // tp, state.elements * element
+        field = partial(Field, group=group, region=0, page_stride=block, pages=self._pages)
+        for n, layer in enumerate(layers):
+            key, offset = f"layers.{layer}.mixer", n * step
             for part, (start, stop) in zip(state.channels, shares, strict=True):
                 yield field(
                     key=f"{key}/conv/{part.name}",
@@ -418,9 +403,9 @@ class _Rank:
             if heads:
                 yield field(
                     key=f"{key}/ssm",
-                    offset=index * step["L"] + state.columns * row,
+                    offset=n * step + state.columns * row,
                     dtype=state.dtype,
-                    unit=state.elements * element,
-                    shard=axis((heads, state.elements * element)),
-                    shard_range=(self._tp * heads, (self._tp + 1) * heads),
+                    unit=matrix,
+                    shard=axis((heads, matrix)),
+                    shard_range=(rank * heads, (rank + 1) * heads),
                 )

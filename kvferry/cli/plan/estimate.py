@@ -16,48 +16,14 @@ from itertools import accumulate
 import numpy as np
 
 from kvferry.cli.plan.engines import Engine, EngineError
-from kvferry.core.errors import PlanError
+from kvferry.core.errors import PageError, PlanError
 from kvferry.core.layout import Group, GroupKind, Layout
-from kvferry.core.memory import CUDA
 from kvferry.core.planner.build_copies import CopyBatches, Pages, ReadRequest, Workspace
 from kvferry.core.planner.plan import Source, make_plan
 from kvferry.core.planner.strips import Overlap
 
-
-class CopySizes(Counter[int]):
-    """How many copies there are of each size in bytes."""
-
-    @property
-    def figures(self) -> dict[str, int]:
-        """The number of copies, their bytes, and the sizes of the extreme and the median copy."""
-        sizes = sorted(self) or [0]
-        ends = list(accumulate(self[nbytes] for nbytes in sizes))
-        middle = bisect_left(ends, (self.copies + 1) // 2)
-        figures = {"copies": self.copies, "bytes": self.nbytes}
-        return figures | {"smallest": sizes[0], "median": sizes[middle], "largest": sizes[-1]}
-
-    @property
-    def copies(self) -> int:
-        """The number of copies."""
-        return self.total()
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all copies."""
-        return sum(nbytes * count for nbytes, count in self.items())
-
-    @property
-    def median(self) -> int:
-        """The median size of a copy in bytes; 0 if there is none."""
-        return self.figures["median"]
-
-
-def merged(all_sizes: Iterable[CopySizes]) -> CopySizes:
-    """Return the sum of several counts of copies."""
-    total = CopySizes()
-    for sizes in all_sizes:
-        total.update(sizes)
-    return total
+CopySizes = Counter[int]
+"""How many copies there are of each size in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,43 +49,43 @@ class ReadEstimate:
         return tuple(one for match in self.source.matches for one in match.overlaps)
 
 
+def figures(reads: Iterable[ReadEstimate]) -> dict[str, int]:
+    """Return the number of all copies, their bytes, and the smallest, median and largest size."""
+    total = CopySizes()
+    for read in reads:
+        total.update(read.sizes)
+    sizes = sorted(total) or [0]
+    ends = list(accumulate(total[size] for size in sizes))
+    return {
+        "copies": ends[-1],
+        "bytes": sum(size * count for size, count in total.items()),
+        "smallest": sizes[0],
+        "median": sizes[bisect_left(ends, (ends[-1] + 1) // 2)],
+        "largest": sizes[-1],
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
     """The reads that one request takes, and their copies.
 
     Attributes:
+        total: The ``figures`` of all reads.
         readers: How many decode ranks send "done" to each prefill rank.
         told: The decode rank that sends it to a prefill rank that none reads, by the latter.
     """
 
     tokens: int
     reads: tuple[ReadEstimate, ...]
+    total: dict[str, int]
     readers: tuple[int, ...]
     told: dict[int, int]
 
     @property
-    def on_gpus(self) -> bool:
-        """Whether all copies are from a GPU's memory to a GPU's memory."""
-        sides = [(read.source.local_layout, read.source.remote_layout) for read in self.reads]
-        return all(region.kind == CUDA for pair in sides for it in pair for region in it.regions)
-
-    @property
-    def sizes(self) -> CopySizes:
-        """How many copies of which size the whole request takes."""
-        return merged(read.sizes for read in self.reads)
-
-    @property
-    def early_bytes(self) -> int:
-        """How many of the bytes are final once their token is computed."""
-        return sum(read.early_bytes for read in self.reads)
-
-    @property
     def busiest(self) -> int:
         """The most copies that a single decode rank makes."""
-        copies: Counter[int] = Counter()
-        for read in self.reads:
-            copies[read.decode] += read.sizes.copies
-        return max(copies.values(), default=0)
+        ranks = {read.decode for read in self.reads}
+        return max((figures(self.of_decode(rank))["copies"] for rank in ranks), default=0)
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
         """Return the reads of a decode rank."""
@@ -138,42 +104,32 @@ def estimate_reads(
     prefill: Engine, decode: Engine, tokens: int, ranks: Sequence[int] | None = None
 ) -> Estimate:
     """Plan the reads of decode ranks (by default all), and count their copies."""
-    workspace = Workspace()
     reads: list[ReadEstimate] = []
     told: dict[int, int] = {}
     readers: tuple[int, ...] = ()
-    for rank in range(len(decode.ranks)) if ranks is None else ranks:
-        try:
+    try:
+        for rank in range(len(decode.ranks)) if ranks is None else ranks:
             planned = make_plan(decode.ranks, prefill.ranks, rank)
-        except PlanError as exc:
-            raise PlanError(f"{exc} (local is decode, remote is prefill)") from exc
-        told |= dict.fromkeys(planned.notified_ranks, rank)
-        readers = planned.notifiers
-        for source in planned.sources:
-            by_group = _counted(source, decode, tokens, workspace)
-            # A sliding window drops tokens again, and every token changes a state.
-            early = sum(
-                sizes.nbytes
-                for group, sizes in by_group.items()
-                if source.local_layout.groups[group].kind is not GroupKind.STATE
-                and not decode.drops_tokens(group)
-            )
-            sizes = merged(by_group.values())
-            reads.append(ReadEstimate(decode=rank, source=source, sizes=sizes, early_bytes=early))
-    return Estimate(tokens=tokens, reads=tuple(reads), readers=readers, told=told)
+            told |= dict.fromkeys(planned.notified_ranks, rank)
+            readers = planned.notifiers
+            reads += [_counted(rank, each, decode, tokens) for each in planned.sources]
+    except (PlanError, PageError) as exc:
+        raise EngineError(
+            f"{exc} (local is decode, remote is prefill; the request has {tokens} tokens)"
+        ) from exc
+    return Estimate(
+        tokens=tokens, reads=tuple(reads), total=figures(reads), readers=readers, told=told
+    )
 
 
-def _counted(
-    source: Source, decode: Engine, tokens: int, workspace: Workspace
-) -> dict[int, CopySizes]:
-    """Count the copies of a request's read from one prefill rank, by decode's cache group."""
-    local = _pages("decode", source.local_layout, tokens)
-    remote = _pages("prefill", source.remote_layout, tokens)
-    by_group: dict[int, CopySizes] = {}
+def _counted(rank: int, source: Source, decode: Engine, tokens: int) -> ReadEstimate:
+    """Count the copies of a request's read from one prefill rank."""
+    workspace = Workspace()
+    local, remote = (_pages(it, tokens) for it in (source.local_layout, source.remote_layout))
+    total, early_bytes = CopySizes(), 0
     for group in {match.local_group for match in source.matches}:
-        sizes = by_group[group] = CopySizes()
-        first = decode.first_token(group, tokens)
-        for start, stop, times in _stretches(source, group, first, tokens):
+        sizes = CopySizes()
+        for start, stop, times in _stretches(source, group, decode, tokens):
             ranges: list[tuple[int, int] | None] = [None] * len(local)
             ranges[group] = start, stop
             request = ReadRequest(ranges=tuple(ranges), local=local, remote=remote)
@@ -182,23 +138,21 @@ def _counted(
                 lengths = batches.build().nbytes.view(np.int64)
                 nbytes, counts = np.unique(lengths, return_counts=True)
                 sizes.update(dict(zip(nbytes.tolist(), (counts * times).tolist(), strict=True)))
-    return by_group
+        total.update(sizes)
+        # A sliding window drops tokens again, and every token changes a state.
+        is_state = source.local_layout.groups[group].kind is GroupKind.STATE
+        if not is_state and not any(decode.reach(group)):
+            early_bytes += sum(size * count for size, count in sizes.items())
+    return ReadEstimate(decode=rank, source=source, sizes=total, early_bytes=early_bytes)
 
 
-def _pages(side: str, layout: Layout, tokens: int) -> tuple[Pages, ...]:
+def _pages(layout: Layout, tokens: int) -> tuple[Pages, ...]:
     """Return a page list for each cache group, with descending ids: no two pages share a copy."""
-    lists = []
-    for index, group in enumerate(layout.groups):
-        needed = 1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
-        there = layout.pages(index)
-        if 0 < there <= needed:
-            raise EngineError(
-                f"a request of {tokens} tokens takes {needed} pages, and group {index} of {side} "
-                f"has {there}, of which the first is never used: choose at most "
-                f"{(there - 1) * _span(group)} tokens"
-            )
-        lists.append(Pages(ids=np.arange(needed, 0, -1, dtype=np.int64)))
-    return tuple(lists)
+    needed = [
+        1 if group.kind is GroupKind.STATE else -(-tokens // _span(group))
+        for group in layout.groups
+    ]
+    return tuple(Pages(ids=np.arange(pages, 0, -1, dtype=np.int64)) for pages in needed)
 
 
 def _span(group: Group) -> int:
@@ -206,21 +160,24 @@ def _span(group: Group) -> int:
     return max(1, group.block_tokens) * group.context.size
 
 
-def _stretches(source: Source, group: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ranges of the tokens ``[first, last)``, and how often each counts.
+def _stretches(
+    source: Source, group: int, decode: Engine, tokens: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield ranges of the tokens that are read, and how often each counts.
 
     Copies repeat with the pages of both engines.
     """
     kinds = [m.pairing for m in source.matches if m.local_group == group]
     if kinds[0].local.kind is GroupKind.STATE:
-        yield 0, last, 1
+        yield 0, tokens, 1
         return
+    first = decode.first_token(group, tokens)
     period = math.lcm(*(_span(side) for kind in kinds for side in (kind.local, kind.remote)))
-    begin, end = -(-first // period) * period, last // period * period
+    begin, end = -(-first // period) * period, tokens // period * period
     if begin >= end:
-        yield first, last, 1
+        yield first, tokens, 1
         return
     yield begin, begin + period, (end - begin) // period
-    for start, stop in ((first, begin), (end, last)):
+    for start, stop in ((first, begin), (end, tokens)):
         if start < stop:
             yield start, stop, 1

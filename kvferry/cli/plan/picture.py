@@ -5,6 +5,7 @@ This module needs matplotlib. It draws without pyplot, which would look for a di
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -12,16 +13,13 @@ from matplotlib.figure import Figure
 
 from kvferry.cli.formatting import counted, size
 from kvferry.cli.plan.engines import EngineError
-from kvferry.cli.plan.estimate import merged
-from kvferry.cli.plan.fields import contents_of
-from kvferry.cli.plan.report import PlanResult
+from kvferry.cli.plan.estimate import figures
+from kvferry.cli.plan.report import PlanResult, contents_of
 
 # In inches: from one rank to the next, of the picture, and from its edge to where lines end.
 STEP, WIDTH, EDGE = 0.62, 10.0, 3.0
-THICKEST = 24.0
-"""Width of the line of the read with the most bytes, in points."""
-LONGEST = 48
-"""The most characters of a line of text."""
+THICKEST = 24.0  # width of the line of the read with the most bytes, in points
+LONGEST = 56  # characters of a line of text
 
 
 def draw_svg(path: Path, result: PlanResult) -> None:
@@ -32,46 +30,32 @@ def draw_svg(path: Path, result: PlanResult) -> None:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(-STEP, (rows + 1) * STEP))
     axes.axis("off")
-    total = f"{size(estimate.sizes.nbytes)} in {counted(estimate.sizes.copies, 'copy')}"
+    total = f"{size(estimate.total['bytes'])} in {counted(estimate.total['copies'], 'copy')}"
     title = f"A request of {counted(estimate.tokens, 'token')}: {total}"
     axes.text(WIDTH / 2, (rows + 0.6) * STEP, title, ha="center", fontsize=9)
     heights = []
     for side, x, align in zip(sides, (0.2, WIDTH - 0.2), ("left", "right"), strict=True):
-        source = str(side.source)[:LONGEST]
-        name = f"{side.name}  {source}"
-        axes.text(x, (rows + 0.2) * STEP, name, ha=align, fontsize=9, parse_math=False)
+        text = partial(axes.text, x, ha=align, va="center", parse_math=False)
+        text((rows + 0.3) * STEP, f"{side.name}  {side.source}"[:LONGEST], fontsize=9)
+        of_rank = estimate.of_prefill if side is result.prefill else estimate.of_decode
         count = len(side.engine.ranks)
         heights.append([rows * STEP * (1 - (rank + 0.5) / count) for rank in range(count)])
         for rank, (layout, y) in enumerate(zip(side.engine.ranks, heights[-1], strict=True)):
-            of_rank = estimate.of_prefill if side is result.prefill else estimate.of_decode
-            nbytes = merged(read.sizes for read in of_rank(rank)).nbytes
+            nbytes = figures(of_rank(rank))["bytes"]
             held = contents_of((f.key, f.shard_range) for f in layout.fields)
-            amount = size(nbytes) if nbytes else "not read"
-            for text, up, points in (
-                (f"{side.name} {side.rank_name(rank)}", 0.1, 8),
-                (f"{amount}; {held[:LONGEST]}", -0.1, 7),
-            ):
-                axes.text(x, y + up, text, ha=align, va="center", fontsize=points, parse_math=False)
-    most = max((read.sizes.nbytes for read in estimate.reads), default=1)
-    last = max((read.prefill for read in estimate.reads), default=0) or 1
+            text(y + 0.1, f"{side.name} {side.rank_name(rank)}", fontsize=8)
+            text(y - 0.1, f"{size(nbytes) if nbytes else 'not read'}; {held}"[:LONGEST], fontsize=7)
+    last = max(1, len(heights[0]) - 1)
+    most = max((figures([read])["bytes"] for read in estimate.reads), default=1)
     for read in estimate.reads:
-        ys = heights[0][read.prefill], heights[1][read.decode]
-        colour = mpl.colormaps["viridis"](0.06 + 0.76 * read.prefill / last)
-        width = THICKEST * read.sizes.nbytes / most
         axes.plot(
             (EDGE, WIDTH - EDGE),
-            ys,
-            color=colour,
-            linewidth=width,
+            (heights[0][read.prefill], heights[1][read.decode]),
+            color=mpl.colormaps["viridis"](0.06 + 0.76 * read.prefill / last),
+            linewidth=THICKEST * figures([read])["bytes"] / most,
             alpha=0.55,
             solid_capstyle="butt",
         )
-    for told, teller in estimate.told.items():
-        ys = heights[0][told], heights[1][teller]
-        axes.plot((EDGE, WIDTH - EDGE), ys, color="gray", linewidth=1, linestyle="dashed")
-    if estimate.told:
-        meaning = "dashed: only told that nobody reads it"
-        axes.text(WIDTH / 2, -STEP / 2, meaning, ha="center", fontsize=7)
     # Keep text as text, for search and screen readers, and make equal files from equal plans.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvferry"}):
         try:

@@ -4,7 +4,7 @@ A room names a request that a router sends to both engines at once. ``RoomFollow
 producer about it until the ticket has come or there will be none.
 
 A request may name a producer that is not there, or a room that never opens. So where a limit is
-reached, the host goes short of which most requests, engines or bytes wait in vain.
+reached, the host goes short of which most requests or engines wait in vain.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 
 from kvferry.core.directory.room_questions import FollowedProducer, FollowedRequest, RoomInbox
 from kvferry.core.errors import DeadlineError, HandshakeError, KVFerryError, kept
@@ -24,12 +24,6 @@ from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
-MAX_AT_HOST = MAX_PRODUCERS // 2
-"""The most of these at one host."""
-MAX_SILENT_PRODUCERS = 3 * MAX_PRODUCERS // 4
-"""The most producers that are followed and have never answered."""
-MAX_SILENT_AT_HOST = 1 << 5
-"""The most of these at one host."""
 MAX_REQUESTS = 1 << 10
 """The most requests whose rooms are followed at once."""
 
@@ -132,15 +126,15 @@ class RoomFollower:
     def _followed(self, key: PeerKey) -> FollowedProducer:
         """Return what follows a producer's rooms; raise ``HandshakeError`` if nothing can."""
         if len(self._requests) >= MAX_REQUESTS:
-            self._make_way()
+            self._make_way_for_request()
         if key not in self._producers:
-            self._check_limits(key)
+            self._make_way_for_producer(key)
             made = FollowedProducer(key, self._options, self._inbox, self._forget)
             self._producers[key] = made
         return self._producers[key]
 
-    def _make_way(self) -> None:
-        """Fail one request if there are too many; raise ``HandshakeError`` if none makes way."""
+    def _make_way_for_request(self) -> None:
+        """Fail one request if there are too many; raise ``HandshakeError`` if none may go."""
         # The one fails that has waited longest for a room that its producer does not know, at the
         # host with most of them.
         followed = [each for each in self._requests.values() if each.error is None]
@@ -158,43 +152,38 @@ class RoomFollower:
         oldest = max(unknown.values(), key=len)[0]
         self._inbox.fail([oldest], _displaced(oldest.key, self._clock() - oldest.since))
 
-    def _check_limits(self, key: PeerKey) -> None:
-        """Raise ``HandshakeError`` if no further producer fits in, be it for an idle one."""
-        busy = [each for each, producer in self._producers.items() if producer.requests]
-        if sum(each.host == key.host for each in busy) >= MAX_AT_HOST:
-            raise HandshakeError(
-                f"requests of {MAX_AT_HOST} prefill engines at {key.host} wait here, which is the "
-                "most at one host: look which engines the router names there (remote_engine_id)"
-            )
-        if not self._inbox.answered.get(key):
-            _check_silent(key, [each for each in busy if not self._inbox.answered.get(each)])
+    def _make_way_for_producer(self, key: PeerKey) -> None:
+        """Follow one producer less if there are too many; raise ``HandshakeError`` if none may go.
+
+        An idle one goes, or else, of the host with most, the oldest of those that never answered.
+        """
         if len(self._producers) < MAX_PRODUCERS:
             return
-        if len(busy) == len(self._producers):
+        idle = [each for each, producer in self._producers.items() if not producer.requests]
+        silent = [each for each in self._producers if not self._inbox.answered.get(each)]
+        at = Counter(each.host for each in silent or self._producers)
+        [(host, most)] = at.most_common(1)
+        if not idle and not silent and at[key.host] >= most:
             raise HandshakeError(
-                f"requests of {MAX_PRODUCERS} prefill engines wait here, which is the most: use "
-                "more decode engines"
+                f"requests of {MAX_PRODUCERS} prefill engines wait here, which is the most, "
+                f"{at[key.host]} of them at {key.host}: use more decode engines"
             )
-        idle = next(each for each, producer in self._producers.items() if not producer.requests)
-        self._producers.pop(idle).end()
+        here = [each for each in silent or self._producers if each.host == host]
+        producer = self._producers.pop((idle or here)[0])
+        self._inbox.fail(producer.requests.values(), _crowded_out(producer.key))
+        producer.end()
 
     def _forget(self, producer: FollowedProducer) -> None:
         if self._producers.get(producer.key) is producer:
             del self._producers[producer.key]
 
 
-def _check_silent(key: PeerKey, silent: Sequence[PeerKey]) -> None:
-    """Refuse to ask a producer if too many are followed that have never answered."""
-    at = Counter(each.host for each in silent)
-    if at[key.host] < MAX_SILENT_AT_HOST and len(silent) < MAX_SILENT_PRODUCERS:
-        return
-    host = key.host if at[key.host] >= MAX_SILENT_AT_HOST else at.most_common(1)[0][0]
-    raise HandshakeError(
-        f"engine {key.engine!r} at {port_at(key.host, key.port)} is not asked, since of the "
-        f"prefill engines that requests here name, {len(silent)} have never answered (at most "
-        f"{MAX_SILENT_PRODUCERS}), {at[host]} of them at {host} (at most {MAX_SILENT_AT_HOST} at "
-        "one host): look whether a side channel of kvferry listens wherever the router's "
-        "remote_bootstrap_addr says, and with that remote_engine_id"
+def _crowded_out(key: PeerKey) -> HandshakeError:
+    return HandshakeError(
+        f"engine {key.engine!r} at {port_at(key.host, key.port)} makes way for another: requests "
+        f"of {MAX_PRODUCERS} prefill engines wait here, which is the most. Look whether a side "
+        "channel of kvferry listens wherever the router's remote_bootstrap_addr says, and with "
+        "that remote_engine_id, or use more decode engines"
     )
 
 

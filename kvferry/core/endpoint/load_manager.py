@@ -34,7 +34,6 @@ from kvferry.core.errors import (
     TicketError,
     TicketReason,
     TransferCancelledError,
-    TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, LoadMachine
@@ -178,7 +177,6 @@ class LoadManager:
             load.ticket,
             partial(self._on_connected, state),
             partial(self._on_not_connected, state),
-            loads=True,
         )
 
     def extend(self, request: RequestId, part: Ticket, *, is_last: bool) -> None:
@@ -253,7 +251,6 @@ class LoadManager:
         return True
 
     def _tick(self, now: float) -> None:
-        self._end_early_loads()
         self._fingerprint_reads.progress(now)
         self.peers.progress(now)
         self._connections.progress(now)
@@ -263,20 +260,6 @@ class LoadManager:
             state.machine.tick(now)
         self._end_lingering_reads(now)
         self._count_quarantined()
-
-    def _end_early_loads(self) -> None:
-        """Fail the early loads that alone keep suspect peers from being connected anew."""
-        # Loads that wait for the new connection have a deadline, and early loads have none while
-        # the producer computes.
-        for peer in self.peers.awaited:
-            machines = [state.machine for state in self._states.values() if state.peer is peer]
-            if all(machine.awaits_parts for machine in machines):
-                error = PeerLostError(
-                    f"a read from engine {peer.key.engine} had failed, and other loads wait until "
-                    "it is connected anew"
-                )
-                for machine in machines:
-                    machine.abort(error)
 
     def _end_lingering_reads(self, now: float) -> None:
         """Close the connections of cancelled reads that go on."""
@@ -356,7 +339,7 @@ class LoadManager:
         """Check a load's ticket against its producer, zero what no read fills, and go on."""
         machine = state.machine
         state.peer, state.handshake_succeeded = peer, time.perf_counter()
-        peer.acquire(loads=True)
+        peer.acquire()
         self._touched.add(machine.id)
         peer.check(state.load.ticket)
         if not machine.is_blocked:
@@ -438,12 +421,9 @@ class LoadManager:
     # What reads say of connections.
 
     def _on_read_failed(self, read: Read, error: KVFerryError) -> None:
-        """Close a connection that an error shows as lost; other errors make its users suspect."""
+        """Close a connection that an error shows as lost."""
         if isinstance(error, PeerLostError):
             self._close_connection(read.connection, error)
-        elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
-            for peer in self.peers.using(read.connection):
-                peer.suspect = True
 
     def _on_read_failing(self, read: Read, error: KVFerryError) -> None:
         """Fail the loads of a read that will fail; close its connection if only that ends it."""
@@ -527,5 +507,5 @@ class LoadManager:
             if state.machine.is_over:
                 del self._states[load_id]
                 if state.peer is not None:
-                    self.peers.release(state.peer, loads=True)
+                    self.peers.release(state.peer)
         self._touched.clear()

@@ -69,12 +69,9 @@ class Peer:
         sources: producer rank index to that rank's part of the plan.
         lease: the shortest of any rank, in seconds.
         connected: ``False`` once the peer is given up.
-        suspect: whether a read has failed: connect anew once no load is left; new loads wait for
-            it.
         path: the driver's name for what carries the bytes; ``None`` until ``Peers.path`` has asked.
         uses: how many loads that are not over, and tickets whose requests wait for pages, use the
             peer. It is not disconnected then as unused, or to make room.
-        loads: how many of ``uses`` are loads.
     """
 
     key: PeerKey
@@ -88,11 +85,9 @@ class Peer:
     lease: float = field(init=False)
     connections: dict[int, PeerId] = field(default_factory=dict)
     connected: bool = True
-    suspect: bool = False
     path: str | None = None
     throughput: dict[int, Throughput | None] = field(default_factory=dict, repr=False)
     uses: int = 0
-    loads: int = 0
 
     def __post_init__(self) -> None:
         self.payloads = self.handshake.payloads
@@ -116,10 +111,9 @@ class Peer:
         """Return the error for reads that would begin after the peer was given up."""
         return PeerLostError(f"engine {self.key.engine} was disconnected")
 
-    def acquire(self, *, loads: bool = False) -> None:
+    def acquire(self) -> None:
         """Count one more ticket, or load, that uses the peer, until ``Peers.release``."""
         self.uses += 1
-        self.loads += loads
 
     def check(self, ticket: Ticket) -> None:
         """Refuse a ticket that is not this producer's or does not fit it; see ``check_against``."""
@@ -138,7 +132,6 @@ class _Waiter:
     ticket: Ticket
     ready: Ready
     failed: Failed
-    loads: bool
     until: float
     next_ask: float
 
@@ -223,8 +216,6 @@ class Peers:
         """Replies to read; the first is being read."""
         self._backing_off: set[ProducerName] = set()
         """Producers that are wanted, and are connected when that is due."""
-        self._deferred: dict[Peer, list[_Waiter]] = {}
-        """Loads that wait until a suspect peer has no others."""
 
     def join(self, own: Sequence[RankPayload]) -> None:
         """Set what this engine's ranks publish, in rank order; before any ``connect``."""
@@ -241,19 +232,16 @@ class Peers:
         for outcome in news.outcomes:
             self._contain("a producer's reply", partial(self._on_outcome, *outcome))
 
-    def connect(self, ticket: Ticket, ready: Ready, failed: Failed, *, loads: bool = False) -> None:
+    def connect(self, ticket: Ticket, ready: Ready, failed: Failed) -> None:
         """Connect to a ticket's producer if need be; call ``ready``, maybe at once, or ``failed``.
 
-        ``failed`` is also called if ``ready`` raises. A call for a load (``loads``) waits until a
-        suspect producer's other loads are over: loads that overlap would keep it from being
-        connected anew.
+        ``failed`` is also called if ``ready`` raises.
         """
         now = self._clock()
         waiter = _Waiter(
             ticket=ticket,
             ready=ready,
             failed=failed,
-            loads=loads,
             until=now + self._patience,
             next_ask=now + WANTED_SECONDS,
         )
@@ -272,19 +260,10 @@ class Peers:
         """Serve those that want a producer whose reply is here."""
         for waiter in waiters:
             peer = producer.connected
-            if peer is not None and peer.suspect and not peer.loads:
-                # With the peers without loads that share its connections, to close those.
-                for connection in peer.connections.values():
-                    for other in self.using(connection):
-                        if not other.loads:
-                            self.give_up(other)
-                peer = None
             if producer.refusal is not None:
                 self._fail([waiter], producer.refusal)
             elif peer is None:
                 producer.waiting.append(waiter)
-            elif peer.suspect and waiter.loads:
-                self._deferred.setdefault(peer, []).append(waiter)
             else:
                 peer.last_used = self._clock()
                 ready, fail = partial(waiter.ready, peer), partial(self._fail, [waiter])
@@ -457,7 +436,7 @@ class Peers:
     def _admit(self, peer: Peer) -> None:
         """Count a producer among those that can be used."""
         for other in list(self._connected):
-            if other.key.engine == peer.key.engine and not other.loads:  # an earlier incarnation
+            if other.key.engine == peer.key.engine and not other.uses:  # an earlier incarnation
                 self.give_up(other)
         self._connected[peer] = None
         self._down.pop(peer.key.engine, None)
@@ -490,10 +469,9 @@ class Peers:
         if producer.connected is not None and not producer.connected.uses:
             self.give_up(producer.connected)
 
-    def release(self, peer: Peer, *, loads: bool = False) -> None:
+    def release(self, peer: Peer) -> None:
         """End one use of a peer that ``Peer.acquire`` has counted."""
         peer.uses -= 1
-        peer.loads -= loads
         peer.last_used = self._clock()
         producer = self._producers.get(peer.name)
         if not peer.uses and (producer is None or producer.peer is not peer):
@@ -518,13 +496,13 @@ class Peers:
             self._connections.release(connection)
 
     def _count_lost(self, peer: Peer, error: KVFerryError) -> None:
-        """Log and count a peer as lost; the log line is a warning only if loads are lost too."""
+        """Log and count a peer as lost; the log line is a warning only if requests need it."""
         logger.log(
-            logging.WARNING if peer.loads else logging.DEBUG,
-            "engine %s at %s: given up with %d loads (stage connection, cause %s): %s",
+            logging.WARNING if peer.uses else logging.DEBUG,
+            "engine %s at %s: given up with %d requests (stage connection, cause %s): %s",
             on_one_line(peer.key.engine),
             on_one_line(port_at(peer.key.host, peer.key.port)),
-            peer.loads,
+            peer.uses,
             error.cause,
             with_remedy(error),
         )
@@ -547,11 +525,6 @@ class Peers:
         """Return the peers that use a connection; several engines may share it."""
         return [peer for peer in self._connected if connection in peer.connections.values()]
 
-    @property
-    def awaited(self) -> list[Peer]:
-        """Return the suspect peers that loads wait for: they are to be connected anew."""
-        return [peer for peer in self._deferred if peer.connected]
-
     def path(self, peer: Peer) -> str:
         """Return the driver's names for what carries a peer's bytes; empty if it cannot tell."""
         if peer.path is None and peer.connected:
@@ -561,13 +534,10 @@ class Peers:
         return peer.path or ""
 
     def progress(self, now: float) -> None:
-        """Do what is due: connect anew, and say what is lacking."""
+        """Do what is due: connect, and say what is lacking."""
         for engine in [*takewhile(lambda each: self._down[each] <= now, self._down)]:
             del self._down[engine]
             self._set_gauges()
-        for peer in [each for each in self._deferred if not (each.connected and each.loads)]:
-            for waiter in self._deferred.pop(peer):
-                self._connect_for(waiter)
         for name in list(self._backing_off):
             self._connect_if_due(self._producers[name])
         if self._unknown and now >= self._next_look:

@@ -181,15 +181,10 @@ class LoadMachine:
         return not {_At.RECHECK, _At.IDLE}.isdisjoint(self.at.values())
 
     @property
-    def awaits_parts(self) -> bool:
-        """Whether the load waits for its last part, without failure: it has no deadline."""
-        return self.early and self.is_wanted
-
-    @property
     def is_idle(self) -> bool:
         """Whether the load is an early one, and none of its reads is under way."""
-        connected = self.awaits_parts and self.ranks is not None
-        return connected and all(at is _At.IDLE for at in self.at.values())
+        is_waiting = self.early and self.is_wanted and self.ranks is not None
+        return is_waiting and all(at is _At.IDLE for at in self.at.values())
 
     def is_outdated(self, rank: int) -> bool:
         """Return whether the read under way is for another hold than the newest part's."""

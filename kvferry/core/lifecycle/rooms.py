@@ -118,12 +118,6 @@ class Rooms:
         text = reason[:MAX_REASON].encode(errors="replace").decode()
         self._replace(room, b"", is_last=True, error=text or "no reason was given")
 
-    def forget(self, room: RoomId) -> None:
-        """Forget a room that is over: its ticket has been used up. Ignored if it is not over."""
-        with self._lock:
-            if room in self._over:
-                self._drop(room)
-
     def news(self, asked: Iterable[tuple[RoomId, int]]) -> list[RoomNews]:
         """Return what is newer than the versions that a follower knows (0: nothing).
 

@@ -24,9 +24,12 @@ reuses them as soon as the call has returned: a driver that needs them longer co
 **Errors.** A caller's mistake raises at once (``TransportUsageError``,
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 that ``poll`` returns, never an exception. A driver maps its library's errors in one place, with
-``raise ... from exc``. After ``close``, every method but ``close`` raises ``TransportUsageError``;
-properties and ``path`` still answer. ``read_pages`` without the capability raises
-``TransportUnsupportedError``, before and after ``close``.
+``raise ... from exc``. ``PeerLostError`` says that a connection is of no use any more, and has the
+caller connect anew; after any other error of a transfer, the caller uses the connection on, unless
+only ``disconnect`` ends that transfer (``Quiescence.AFTER_DISCONNECT``). After ``close``, every
+method but ``close`` raises ``TransportUsageError``; properties and ``path`` still answer.
+``read_pages`` without the capability raises ``TransportUnsupportedError``, before and after
+``close``.
 
 **Fork.** A transport belongs to the process that made it. In a forked child every method but
 ``close`` raises ``TransportUsageError``, and ``close`` does nothing.
@@ -171,8 +174,9 @@ class Transport(ABC):
     def register(self, region: Region) -> None:
         """Register a region, so that transfers of this side and of its peers can use it.
 
-        Does nothing if an equal region is registered; regions may overlap. A connected peer knows
-        the region only after ``connect`` with bytes that ``address`` has returned since.
+        Does nothing if an equal region is registered. A region may lie within another; a driver may
+        refuse one that overlaps another otherwise. A connected peer knows the region only after
+        ``connect`` with bytes that ``address`` has returned since.
 
         Raises ``TransportUnsupportedError`` for a memory kind that is not among the capabilities,
         and ``TransportError``, which says what to do, if the library or the kernel refuses.

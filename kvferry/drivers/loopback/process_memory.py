@@ -14,8 +14,12 @@ import numpy as np
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
 from kvferry.core.transport.merged_copies import MergedCopies
 from kvferry.core.transport.procfs import boot_id, pid_namespace, start_time
-from kvferry.drivers.loopback.address import LoopbackAddress
-from kvferry.drivers.loopback.registry import INSTANCE_BYTES, ExpectedRows, expected_rows
+from kvferry.drivers.loopback.address import (
+    INSTANCE_BYTES,
+    ExpectedRows,
+    LoopbackAddress,
+    expected_rows,
+)
 
 IOVEC = struct.Struct("2Q")
 """A range of memory for the kernel: the address of its first byte, and its length in bytes."""

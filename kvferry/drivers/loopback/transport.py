@@ -30,7 +30,13 @@ from kvferry.core.transport import (
 from kvferry.core.transport.addresses import decode_regions
 from kvferry.core.transport.merged_copies import merge_copies
 from kvferry.drivers.loopback import address as wire
-from kvferry.drivers.loopback.address import LoopbackAddress, LoopbackRegion
+from kvferry.drivers.loopback.address import (
+    ExpectedRows,
+    LoopbackAddress,
+    LoopbackRegion,
+    RegionRegistry,
+    expected_rows,
+)
 from kvferry.drivers.loopback.notifications import MAX_NOTIFICATION, Mailbox, NotificationChannel
 from kvferry.drivers.loopback.process_memory import (
     PeerMemory,
@@ -38,7 +44,6 @@ from kvferry.drivers.loopback.process_memory import (
     chunk_of_one,
     open_memory,
 )
-from kvferry.drivers.loopback.registry import ExpectedRows, RegionRegistry, expected_rows
 from kvferry.drivers.loopback.worker_pool import (
     MOVED,
     ChunkedTransfer,

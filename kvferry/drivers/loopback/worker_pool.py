@@ -12,8 +12,8 @@ from functools import partial
 from kvferry.core.errors import TransportError
 from kvferry.core.transport import EnterThread, State, Status, start_thread
 from kvferry.core.transport.merged_copies import MergedCopies
+from kvferry.drivers.loopback.address import ExpectedRows
 from kvferry.drivers.loopback.process_memory import MAX_RUNS, PeerMemory, chunk_of_runs
-from kvferry.drivers.loopback.registry import ExpectedRows
 
 _SMALLEST_CHUNK = 4 << 20
 """To keep all threads busy, chunks get smaller, but not below this: handing over costs, too."""

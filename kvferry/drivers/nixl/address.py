@@ -1,8 +1,17 @@
-"""The address of a NIXL transport: its agent's metadata, and the registered memory."""
+"""The address of a NIXL transport: its agent's metadata, and the registered memory.
+
+A peer's metadata is checked before NIXL reads it. Its format, the same from 1.0 to 1.5, is that of
+ai-dynamo/nixl: ``src/utils/serdes/serdes.cpp``, ``getLocalMD`` of ``src/core/nixl_agent.cpp``,
+``serializeSections`` of ``src/infra/nixl_memory_section.cpp`` and ``nixlDescList`` of
+``src/infra/nixl_descriptors.cpp``. Each field is a tag, the length of the value, the value, and
+``|``. The values of NIXL's UCX backend are addresses and keys that UCX packed.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,9 +26,21 @@ from kvferry.core.transport.addresses import (
     digest_of,
 )
 from kvferry.drivers.nixl.agents import RegisteredSpan
+from kvferry.drivers.ucx_format import FormatError, Reader, check_key, check_worker_address
 
 MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
+
+UCX = "UCX"
+MAX_CONNECTIONS = 64
+MAX_SECTIONS = 64
+_START = b"nixlSerDes|"
+_BAR = b"|"
+_SIZE = struct.Struct("<Q")
+_DESCRIPTOR_BYTES = 24
+"""The bytes of a descriptor's address, length and device; the backend's key follows them."""
+_SEGMENTS = range(7)
+"""The values of ``nixl_mem_t`` (kinds of memory), and some more for kinds to come."""
 
 
 class Range(MemoryRow, frozen=True, array_like=True):
@@ -78,3 +99,79 @@ def decode(data: bytes) -> NixlAddress:
 
 def _range(region: Region, key: int = 0) -> Range:
     return Range(region.address, region.nbytes, region.kind, region.device, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentMetadata:
+    """An agent's name, and how to connect to it, by backend."""
+
+    agent: str
+    connections: dict[str, bytes]  # by backend; the same for as long as the agent lives
+
+
+def parsed(data: bytes) -> AgentMetadata:
+    """Parse untrusted metadata, UCX's values included, or raise ``FormatError``."""
+    reader = _Tagged(data)
+    reader.expect(_START)
+    agent = reader.text(b"Agent")
+    connections = {}
+    for _ in range(reader.count(b"Conns", 1, MAX_CONNECTIONS)):
+        backend, connection = reader.text(b"t"), reader.value(b"c")
+        if backend == UCX:
+            check_worker_address(connection)
+        if not connection or backend in connections:
+            raise FormatError(f"backend {backend!r} has no connection, or two")
+        connections[backend] = connection
+    if reader.value(b"") != b"MemSection":
+        raise FormatError("it has no section of memory")
+    for _ in range(reader.count(b"nixlSecElms", 0, MAX_SECTIONS)):
+        _section(reader)
+    reader.end()
+    return AgentMetadata(agent=agent, connections=connections)
+
+
+def _section(reader: _Tagged) -> None:
+    backend = reader.text(b"bknd")
+    if reader.value(b"nixlDList") != b"nixlSDList":
+        raise FormatError("a section has no list of descriptors")
+    segment = reader.value(b"t")
+    if len(segment) != 4 or int.from_bytes(segment, "little") not in _SEGMENTS:
+        raise FormatError("a section is of no kind of memory")
+    # Each descriptor takes at least its length field and its fixed part.
+    for _ in range(reader.count(b"n", 1, reader.left // (_SIZE.size + _DESCRIPTOR_BYTES))):
+        descriptor = reader.value(b"")
+        if len(descriptor) < _DESCRIPTOR_BYTES:
+            raise FormatError(f"a descriptor has {len(descriptor)} bytes")
+        if backend == UCX:
+            check_key(descriptor[_DESCRIPTOR_BYTES:])
+
+
+class _Tagged(Reader):
+    """Reads tagged values."""
+
+    def expect(self, wanted: bytes) -> None:
+        if self.take(len(wanted)) != wanted:
+            raise FormatError(f"byte {self.at - len(wanted)} does not begin with {wanted!r}")
+
+    def value(self, tag: bytes) -> bytes:
+        self.expect(tag)
+        (nbytes,) = _SIZE.unpack(self.take(_SIZE.size))
+        found = self.take(nbytes)
+        self.expect(_BAR)
+        return found
+
+    def text(self, tag: bytes) -> str:
+        try:
+            found = self.value(tag).decode()
+        except UnicodeDecodeError as exc:
+            raise FormatError(f"the value of {tag!r} is no text") from exc
+        if not found:
+            raise FormatError(f"the value of {tag!r} is empty")
+        return found
+
+    def count(self, tag: bytes, least: int, most: int) -> int:
+        found = self.value(tag)
+        number = int.from_bytes(found, "little")
+        if len(found) != _SIZE.size or not least <= number <= most:
+            raise FormatError(f"the value of {tag!r} is {number}; {least} to {most} can be")
+        return number

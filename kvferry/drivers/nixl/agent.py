@@ -104,9 +104,6 @@ class Agent:
         native, self._native = self._native, None
         if quiet and not self._failed:
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(native))
-        else:
-            # A progress thread whose peer was killed may spin for as long as the agent lives.
-            self._own.run_last()
 
     @property
     def must_not_post(self) -> bool:

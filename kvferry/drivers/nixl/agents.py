@@ -4,10 +4,9 @@
 any more (docs/adr/0020). From then on a second agent, without such threads and unknown to peers,
 posts all transfers. It is made when it is first needed.
 
-**Memory.** A user's regions may overlap; the *spans* registered for them never do. NIXL bisects its
-registrations for an address, which fails if one lies within another. So a region within a span is
-one more user of that span, and one that overlaps spans and reaches beyond them is merged with them
-into a larger span.
+**Memory.** Regions may lie within others; the *spans* registered for them never overlap. NIXL
+bisects its registrations for an address, which fails if one lies within another. So a region within
+a span is one more user of that span, and one that overlaps a span otherwise is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import resource
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, DriverError, PeerLostError, TransportError
 from kvferry.core.memory import Region
@@ -67,17 +66,18 @@ class Agents:
         """All spans, each once."""
         return list(dict.fromkeys(self._spans.values()))
 
-    def register(self, region: Region, used: Collection[Region]) -> None:
-        """Register a region, in a span that contains it or in a new one, which may replace others.
-
-        Refused, too, if a span would be replaced that has a region of ``used``, the local regions
-        of unfinished transfers.
-        """
+    def register(self, region: Region) -> None:
+        """Register a region, as a part of the span that contains it, or as a new one."""
         with self._lock:
-            touched = [span for span in self.spans if _overlap(span.whole, region)]
-            span = next((span for span in touched if span.whole.contains(region)), None)
+            span = next((span for span in self.spans if _overlap(span.whole, region)), None)
             if span is None:
-                span = self._grown(region, touched, used)
+                span = RegisteredSpan(whole=region, key=next(self._keys))
+                _register([span], self._all)
+            elif not span.whole.contains(region):
+                raise TransportError(
+                    f"{region} overlaps {span.whole}, which is registered, and reaches beyond it: "
+                    "register the larger region first"
+                )
             span.users.add(region)
             self._spans[region] = span
 
@@ -144,31 +144,6 @@ class Agents:
             raise
         return made
 
-    def _grown(
-        self, region: Region, touched: list[RegisteredSpan], used: Collection[Region]
-    ) -> RegisteredSpan:
-        """Return a new span, of a region and the spans that it touches, which are replaced."""
-        busy = [user for span in touched for user in span.users if user in used]
-        if busy:
-            raise TransportError(
-                f"{region} overlaps {busy[0]}, which a transfer uses: register the larger region "
-                "first, or poll until that transfer is final"
-            )
-        _deregister(touched, self._all)
-        whole = _hull([region, *(span.whole for span in touched)])
-        grown = RegisteredSpan(whole=whole, key=next(self._keys))
-        try:
-            _register([grown], self._all)
-        except TransportError:
-            for span in touched:
-                span.key = next(self._keys)
-            _register(touched, self._all)
-            raise
-        for span in touched:
-            grown.users |= span.users
-        self._spans.update(dict.fromkeys(grown.users, grown))
-        return grown
-
 
 def _register(spans: Iterable[RegisteredSpan], agents: Collection[Agent]) -> None:
     """Register spans with agents, all of them or none."""
@@ -200,10 +175,3 @@ def _deregister(spans: Iterable[RegisteredSpan], agents: Collection[Agent]) -> N
 def _overlap(one: Region, other: Region) -> bool:
     same = (one.kind, one.device) == (other.kind, other.device)
     return same and one.address < other.end and other.address < one.end
-
-
-def _hull(regions: list[Region]) -> Region:
-    """Return the smallest range that contains these regions of one device."""
-    first = min(region.address for region in regions)
-    end = max(region.end for region in regions)
-    return replace(regions[0], address=first, nbytes=end - first)

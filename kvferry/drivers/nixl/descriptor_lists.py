@@ -89,12 +89,12 @@ class PreparedStrips:
     """The lists that the agents of this side have prepared for one peer.
 
     They name memory that is registered now. So they are released before either side's memory is
-    registered anew or deregistered, and before the agents forget the peer.
+    deregistered, and before the agents forget the peer.
     """
 
     def __init__(self) -> None:
         self._lists: dict[tuple[Agent, Strips, str], PreparedList] = {}
-        # Held because ``connect`` may post waiting chunks while memory is registered.
+        # Held because ``connect`` may post waiting chunks while memory is deregistered.
         self._lock = threading.Lock()
 
     def prepare(self, agent: Agent, chunk: PagedChunk, name: str) -> Handle:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 _COPY_SECONDS = 0.03
@@ -29,14 +28,6 @@ class NativeThreads:
         before = set(os.listdir(_TASKS))
         yield
         self._ids |= set(os.listdir(_TASKS)) - before
-
-    def run_last(self) -> None:
-        """Let the threads run only while no other thread of the machine wants the processor."""
-        # Python's threads may have started at the same time as the library's.
-        ours = {str(thread.native_id) for thread in threading.enumerate()}
-        for thread in self._ids.intersection(os.listdir(_TASKS)) - ours:
-            with suppress(OSError):  # the thread has ended
-                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def wait_idle(self, deadline: float) -> bool:
         """Wait until a deadline (monotonic); return whether the threads ended their copies."""

@@ -29,10 +29,9 @@ from kvferry.core.transport import (
 from kvferry.core.transport.addresses import decode_regions
 from kvferry.drivers.cuda import DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
-from kvferry.drivers.nixl import agent_metadata, library
-from kvferry.drivers.nixl.address import NixlAddress
+from kvferry.drivers.nixl import library
+from kvferry.drivers.nixl.address import AgentMetadata, NixlAddress
 from kvferry.drivers.nixl.agent import TransferChunk
-from kvferry.drivers.nixl.agent_metadata import AgentMetadata
 from kvferry.drivers.nixl.agents import Agents
 from kvferry.drivers.nixl.descriptor_lists import (
     DescriptorLists,
@@ -106,16 +105,12 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
     # Memory.
 
     def _register(self, region: Region) -> None:
-        in_use: set[Region] = set()
-        for record in self._transfers.values():
-            if not record.final:
-                in_use |= record.local
-        self._release_prepared()
-        # If a span grows, peers cannot reach its regions until they connect again.
-        self._agents.register(region, in_use)
+        self._agents.register(region)
 
     def _deregister(self, region: Region, registration: None) -> None:
-        self._release_prepared()
+        # NIXL has prepared descriptors of this side's memory.
+        for connection in list(self._peers.values()):
+            connection.prepared.release()
         self._agents.deregister(region)
 
     # Connections.
@@ -310,11 +305,6 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     # What NIXL knows of peers.
 
-    def _release_prepared(self) -> None:
-        """Release what NIXL has prepared of this side's memory, which is about to change."""
-        for connection in list(self._peers.values()):
-            connection.prepared.release()
-
     def _reload(self, connection: NixlPeer, address: NixlPeer) -> None:
         """Have NIXL load a connected peer's new metadata; raise as ``_refresh``."""
         if connection.lost or not connection.keys <= address.keys:
@@ -342,7 +332,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         if self._own_metadata is None:
             return {}
         try:
-            found = agent_metadata.parsed(theirs.metadata)
+            found = wire.parsed(theirs.metadata)
         except FormatError as exc:
             raise ConnectError(
                 f"the address of {theirs.name} holds what NIXL did not write: {exc}"
@@ -357,9 +347,9 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     @functools.cached_property
     def _own_metadata(self) -> AgentMetadata | None:
-        """This side's metadata; ``None`` if ``agent_metadata`` does not know its format."""
+        """This side's metadata; ``None`` if its format is not known."""
         try:
-            return agent_metadata.parsed(self._agent.metadata())
+            return wire.parsed(self._agent.metadata())
         except FormatError:
             return None
 

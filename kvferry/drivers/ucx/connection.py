@@ -15,7 +15,7 @@ from kvferry.core.errors import PeerLostError, TransportError
 from kvferry.core.memory import Region, U64Array
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import Identity, KeyId, UcxAddress, UcxRegion
-from kvferry.drivers.ucx.fetch_rows import consecutive, reaches_cpu_memory
+from kvferry.drivers.ucx.messages import consecutive, reaches_cpu_memory
 from kvferry.drivers.ucx.ucp import Endpoint, RemoteKey
 from kvferry.drivers.ucx.worker import Worker
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any, Literal
 
 from kvferry.core.errors import DriverError
 from kvferry.drivers.ucx import dlopen
-
-logger = logging.getLogger(__name__)
 
 Version = tuple[int, int, int]
 Source = Literal["option library", "the system's", "the wheel libucx"]
@@ -57,7 +54,6 @@ class UcxLibrary:
     version: Version
     source: Source
     rdma: bool  # a module for it loads here; there need not be a NIC
-    advice: str = ""  # how to use a library on this machine that can do RDMA, if not this
 
     def __str__(self) -> str:
         rdma = "with RDMA" if self.rdma else "without RDMA"
@@ -67,38 +63,21 @@ class UcxLibrary:
 def find(explicit: str | None = None) -> UcxLibrary:
     """Find the libucp to use: the ``explicit`` one, else the system's, else the wheel's.
 
-    Warn if it cannot do RDMA but another on this machine can. Raise ``DriverError`` if none is
-    usable; the text names what was found, what is wrong with it, and the remedy.
+    Raise ``DriverError`` if none is usable; the text names what was found, what is wrong with it,
+    and the remedy.
     """
-    named = []
     if explicit is not None:
         try:
-            named.append(_asked(explicit, "option library"))
-            if reason := _unfit(named[0]):
-                raise DriverError(reason)
+            return _checked(_asked(explicit, "option library"))
         except DriverError as exc:
             raise DriverError(f"driver_options of ucx: library: {exc}") from exc
-        if named[0].rdma:
-            return named[0]
-    found, reasons = [], []
+    reasons = []
     for look in (partial(_asked, SYSTEMS_OWN, "the system's"), _wheels):
         try:
-            found.append(look())
+            return _checked(look())
         except DriverError as exc:
             reasons.append(str(exc))
-    fit = [library for library in (*named, *found) if not _unfit(library)]
-    if not fit:
-        reasons += map(_unfit, found)
-        raise DriverError(f"no UCX that can be used: {'; '.join(reasons)}: {REMEDY}")
-    taken, able = fit[0], next((other for other in found if other.rdma), None)
-    if taken.rdma or able is None:
-        return taken
-    remedy = f"driver_options: library: {able.path}"
-    if _unfit(able):
-        remedy = f"UCX {dotted(LOWEST)} or later in its place"
-    advice = f"{taken} is taken, and {able} is there: to use RDMA, {remedy}"
-    logger.warning(advice)
-    return replace(taken, advice=advice)
+    raise DriverError(f"no UCX that can be used: {'; '.join(reasons)}: {REMEDY}")
 
 
 def load(library: UcxLibrary) -> ctypes.CDLL:
@@ -164,13 +143,15 @@ def _asked(name: str, source: Source) -> UcxLibrary:
     )
 
 
-def _unfit(library: UcxLibrary) -> str:
-    """Return why a library cannot be used, or an empty string if it can."""
-    if LOWEST <= library.version < (LOWEST[0] + 1, 0, 0):
-        return ""
+def _checked(library: UcxLibrary) -> UcxLibrary:
+    """Return a library of a version that can be used."""
     if library.version[0] != LOWEST[0]:
-        return f"{library} is of another major version than {LOWEST[0]}, the only one known"
-    return f"{library} is older than {dotted(LOWEST)}, the lowest that was tested"
+        raise DriverError(
+            f"{library} is of another major version than {LOWEST[0]}, the only one known"
+        )
+    if library.version < LOWEST:
+        raise DriverError(f"{library} is older than {dotted(LOWEST)}, the lowest that was tested")
+    return library
 
 
 def devices(library: Any, context: int) -> Devices:  # noqa: ANN401 - a C library

@@ -11,7 +11,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 REQUIRED_SETTINGS: Mapping[str, str] = {
-    # Emulated reads can end the peer's process: see fetch_rows.py. Only the newer
+    # Emulated reads can end the peer's process: see messages.py. Only the newer
     # protocols obey the second setting.
     "PROTO_ENABLE": "y",
     "PROTO_EMULATION_ENABLE": "n",

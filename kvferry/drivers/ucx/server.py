@@ -21,14 +21,11 @@ from kvferry.core.transport import Notification
 from kvferry.core.transport.addresses import Instance
 from kvferry.drivers.ucx import messages
 from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.fetch_rows import check_rows, consecutive
-from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_WITHDRAWN
+from kvferry.drivers.ucx.messages import MAX_BACKLOG, MAX_WITHDRAWN, check_rows, consecutive
 from kvferry.drivers.ucx.progress import ProgressTarget
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker
 from kvferry.drivers.ucx_format import is_known
-
-_NO_WRITES = "this build takes no writes"
 
 _NOTIFICATION_BYTES = 256
 """About how many bytes a kept notification takes besides its payload."""
@@ -160,10 +157,6 @@ class Server(ProgressTarget):
                 connection.confirmed = max(connection.confirmed, number)
             case messages.Fetch():
                 self._on_fetch(connection, message)
-            case messages.Store():
-                self._send(
-                    connection, messages.Stored(message.connection, message.number, _NO_WRITES)
-                )
             case messages.Bye():
                 self._close(connection)
             case _:  # the other messages are for a client

@@ -16,8 +16,7 @@ from kvferry.drivers.cuda import CudaDriver, DeviceWait
 from kvferry.drivers.ucx import ucp
 from kvferry.drivers.ucx.address import KeyId, UcxRegion
 from kvferry.drivers.ucx.connection import ConnectionState, UcxConnection, Window
-from kvferry.drivers.ucx.fetch_rows import build_rows
-from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
+from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS, build_rows
 from kvferry.drivers.ucx.ucp_structs import Code
 
 _WINDOW = 1 << 11, 8 << 20

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from kvferry.drivers.ucx import ucp as statuses
 from kvferry.drivers.ucx import ucp_structs as structs
-from kvferry.drivers.ucx.fetch_rows import NIC_TRANSPORTS
-from kvferry.drivers.ucx.messages import MAX_MESSAGE, Message, decode, encode
+from kvferry.drivers.ucx.messages import MAX_MESSAGE, NIC_TRANSPORTS, Message, decode, encode
 from kvferry.drivers.ucx.posting import Poster
 from kvferry.drivers.ucx.ucp import Context, Endpoint, Ucp, status_of
 from kvferry.drivers.ucx.ucp_structs import Code

@@ -36,11 +36,8 @@ CLOSE_SECONDS = 10.0
 class KVFerryContext(TransferChannelContext):
     """This process's exchange, and a client for each peer. Thread-safe.
 
-    Args:
-        l1_memory_desc: the memory that peers read, and that is read into.
-        listen_url: ``host:port`` of the side channel.
-        advertise_url: ``host:port`` at which peers find it; LMCache tells them.
-        _: options of LMCache's other channels.
+    Peers read ``l1_memory_desc``, and it is read into. Urls are ``host:port``; other options are
+    those of LMCache's other channels.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class KVFerryContext(TransferChannelContext):
         self._files = SecurityFiles(configured.curve_peers, options.access, who=NAME)
         self._server = KVFerryServer(self.exchange)
         self._clients: dict[str, KVFerryClient] = {}
+        # Clients of processes that have restarted, which LMCache has not removed yet.
         self._superseded: dict[str, list[KVFerryClient]] = {}
-        """Clients of processes that have restarted, which LMCache has not removed yet."""
         self._lock = threading.Lock()
 
     def get_transfer_channel_server(self) -> KVFerryServer:
@@ -90,10 +87,8 @@ class KVFerryContext(TransferChannelContext):
     def remove_transfer_channel_client(self, peer_advertise_url: str) -> None:
         """Close the client for a url: the oldest, if there are several."""
         with self._lock:
-            if old := self._superseded.get(peer_advertise_url):
-                client: KVFerryClient | None = old.pop(0)
-            else:
-                client = self._clients.pop(peer_advertise_url, None)
+            old = self._superseded.get(peer_advertise_url)
+            client = old.pop(0) if old else self._clients.pop(peer_advertise_url, None)
         if client is not None:
             client.close()
 
@@ -149,8 +144,7 @@ class KVFerryClient(TransferChannelClient):
     ) -> int:
         """Begin to read objects, but none that the peer's memory cannot have, or in another size.
 
-        Raises ``ValueError`` if the lists differ in length, or a local address is outside of the
-        memory.
+        ``ValueError`` if the lists differ in length, or a local address is outside of the memory.
         """
         local, remote = _table(local_addresses), _table(remote_addresses)
         if local.shape != remote.shape:

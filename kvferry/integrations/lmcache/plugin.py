@@ -68,12 +68,11 @@ class KVFerryPlugin(L2AdapterInterface):
         return self._ask(len(keys), self._load)
 
     def query_lookup_and_lock_result(self, task_id: L2TaskId) -> Bitmap | None:
-        """Return that nothing was found."""
-        return self._nothing(task_id)
+        """Return that nothing was found, or loaded."""
+        count = self._asked.pop(task_id, None)
+        return None if count is None else Bitmap(count)
 
-    def query_load_result(self, task_id: L2TaskId) -> Bitmap | None:
-        """Return that nothing was loaded."""
-        return self._nothing(task_id)
+    query_load_result = query_lookup_and_lock_result
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Do nothing: nothing was locked."""
@@ -92,7 +91,3 @@ class KVFerryPlugin(L2AdapterInterface):
         self._asked[task] = count
         event.notify()
         return task
-
-    def _nothing(self, task: L2TaskId) -> Bitmap | None:
-        count = self._asked.pop(task, None)
-        return None if count is None else Bitmap(count)

@@ -18,7 +18,7 @@ Seconds = Annotated[float, Meta(ge=0.001, le=3600)]
 
 
 class Settings(PeerSettings, frozen=True, kw_only=True):
-    """The settings; those that are not named here are ``kvferry.PeerSettings``.
+    """Beside ``kvferry.PeerSettings``.
 
     Attributes:
         handshake_timeout: after how many seconds a handshake fails.

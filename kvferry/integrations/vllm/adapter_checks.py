@@ -1,7 +1,6 @@
-"""The LoRA adapters of requests, as the scheduler half sees them: their content, for the digest.
+"""The contents of the LoRA adapters of requests, as the scheduler half sees them, for the digest.
 
-The content is a hash of the adapter's files, and counts only if vLLM's workers loaded the adapter
-from files with this content. ADR 17 has the argument.
+A content counts only if vLLM's workers loaded the adapter from files with it (ADR 17).
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _Follower:
     deadline: float  # when the request stops waiting
     hashing: Future[object] | None = None  # of the adapter's files
     waiting: bool = True
-    problem: str | None = None  # why the content counts as unknown
+    is_late: bool = False  # it waited until its deadline
     loads: set[bytes] = field(default_factory=set)  # what the request may be computed with
     content: bytes | None = None  # what a ticket was made or accepted for
 
@@ -92,7 +91,6 @@ class Adapters:
         self._ended: dict[str, _Follower] = {}
         # The content of each adapter's last load, by vLLM's number of the adapter and by rank.
         self._loaded = LRUCache[dict[int, bytes]](MAX_ADAPTERS)
-        self._newest = 0  # the highest number of an adapter that was loaded
         # The content that vLLM may have computed cached blocks with, by its key for blocks;
         # ``UNKNOWN`` if there were several.
         self._used = LRUCache[bytes](MAX_ADAPTERS)
@@ -117,11 +115,9 @@ class Adapters:
         if follower is None or not follower.waiting:
             return False
         is_hashing = follower.hashing is not None and not follower.hashing.done()
-        follower.waiting = is_hashing or not self._knows_loads(follower)
-        if follower.waiting and self._clock() >= follower.deadline:
-            missing = "its files were not hashed" if is_hashing else "the workers did not report it"
-            follower.problem = f"{missing} within {WAIT_SECONDS:.0f} s"
-            follower.waiting = False
+        is_unknown = is_hashing or not self._knows_loads(follower)
+        follower.is_late = is_unknown and self._clock() >= follower.deadline
+        follower.waiting = is_unknown and not follower.is_late
         if not follower.waiting:
             self._computes_with(follower, self._last_loads(follower.lora))
         return follower.waiting
@@ -129,10 +125,7 @@ class Adapters:
     def content(self, request: Request) -> bytes | None:
         """Return the content of a request's adapter; ``None`` if the request has none.
 
-        Equal contents mean that engines of the same model compute the same pages with the adapters.
-
-        Raises:
-            AdapterError: The content is not known, or is not what the engine computes with.
+        ``AdapterError`` if it is not known, or is not what the engine computes with.
         """
         lora = request.lora_request
         if lora is None:
@@ -168,14 +161,12 @@ class Adapters:
     def reported(self, report: AdapterReport) -> list[str]:
         """Process what all ranks report of a step.
 
-        Returns:
-            The ids of the requests that have just ended and whose ticket must not be used, because
-            the engine loaded other files while it computed them.
+        Returns the requests that have just ended and whose ticket must not be used, because the
+        engine loaded other files while it computed them.
         """
         for load in report.loads:
             ranks = self._loaded.get(load.adapter) or {}
             self._loaded.put(load.adapter, ranks | {load.rank: load.content})
-            self._newest = max(self._newest, load.adapter)
             self._use((load.name, load.path), [load.content])
             if load.content != UNKNOWN:
                 self._contents.learn(load.path, load.version, load.content)
@@ -200,7 +191,6 @@ class Adapters:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _last_loads(self, lora: LoRARequest) -> set[bytes]:
-        """Return the contents that the ranks loaded last under an adapter's number."""
         return set((self._loaded.get(lora.lora_int_id) or {}).values())
 
     def _knows_loads(self, follower: _Follower) -> bool:
@@ -214,25 +204,22 @@ class Adapters:
             return True  # no report can change that
 
     def _verified(self, follower: _Follower) -> bytes:
-        """Return the content of a request's adapter, if the engine computes with it."""
-        if follower.problem is not None:
-            raise AdapterError(follower.problem)
+        if follower.is_late:
+            raise AdapterError(
+                f"its files were not hashed, or no load reported, within {WAIT_SECONDS:.0f} s"
+            )
         lora, path = follower.lora, follower.lora.lora_path
         content, loads = self._current(follower), self._last_loads(lora)
-        # vLLM's numbers ascend, so a higher one was never loaded.
-        may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
-        if may_be_forgotten and not loads:
+        if len(self._loaded) == MAX_ADAPTERS and not loads:
             raise AdapterError(
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"
             )
-        if loads - {content}:
+        if (loads | follower.loads) - {content}:
             raise AdapterError(
                 f"its files in {path[:200]!r} are not those that the engine loaded: load "
                 "the adapter again, under a new path"
             )
-        if follower.loads - {content}:
-            raise AdapterError("the engine loaded other files for it while it computed")
         if self._prefix_caching and self._used.get(_cache_key(lora)) not in (None, content):
             raise AdapterError(
                 f"the engine used other weights for {path[:200]!r} before, and vLLM "
@@ -274,19 +261,17 @@ class Adapters:
         return wrong
 
     def _computes_with(self, follower: _Follower, contents: Iterable[bytes]) -> None:
-        """Note contents that a request may be computed with, and so the blocks that vLLM caches."""
+        """Note contents that a request, and so the blocks that vLLM caches, may have."""
         follower.loads.update(contents)
         self._use(_cache_key(follower.lora), follower.loads)
 
     def _use(self, key: tuple[str, str], contents: Iterable[bytes]) -> None:
-        """Note contents that vLLM may have computed cached blocks with, under its key for them."""
         for content in contents:
             used = self._used.get(key)
             self._used.put(key, content if used in (None, content) else UNKNOWN)
 
 
 def _loaded_for(follower: _Follower, loads: Iterable[AdapterLoad]) -> set[bytes]:
-    """Return the contents that were loaded under the number of a request's adapter."""
     return {load.content for load in loads if load.adapter == follower.lora.lora_int_id}
 
 

@@ -1,12 +1,8 @@
 """The contents of LoRA adapters: hashes of their files, and what a worker of vLLM has loaded.
 
-vLLM reads an adapter's configuration and its weights from a folder. The *version* of these files
-shows every later change, so that they are hashed once per version.
-
-vLLM has no hook for loads: it loads an adapter when an operator asks for it
-(``/v1/load_lora_adapter``), or in the step that first runs a request with the adapter, and again
-after it has dropped the adapter to make room. So ``observe_loads`` wraps the method of vLLM that
-reads the files. ADR 17 says why files alone do not tell what the engine computes with.
+The *version* of an adapter's files shows every later change, so that they are hashed once per
+version. vLLM has no hook for loads, so ``observe_loads`` wraps the method of vLLM that reads the
+files. ADR 17 says why files alone do not tell what the engine computes with.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ import functools
 import hashlib
 import stat
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,12 +57,11 @@ Programs can set mtime to any value, but not ctime. There is no device number, b
 the same network file system differently.
 """
 
+NOT_READ: tuple[AdapterVersion, bytes] = ((), UNKNOWN)
+
 
 class AdapterError(KVFerryError):
     """An adapter's content is not known, or is not what the engine loaded."""
-
-
-# Hashes of files.
 
 
 class AdapterContents:
@@ -103,7 +98,7 @@ class AdapterContents:
 
 
 def adapter_version(path: str) -> AdapterVersion:
-    """Return the current version of the files in an adapter's folder, or ``AdapterError``."""
+    """Return the version of the files in an adapter's folder, or ``AdapterError``."""
     try:
         folder = Path(path).expanduser()
         weights = next((name for name in WEIGHTS if (folder / name).is_file()), WEIGHTS[0])
@@ -123,7 +118,6 @@ def _file_version(folder: Path, name: str) -> tuple[str, int, int, int, int]:
 
 
 def _settled_version(path: str) -> AdapterVersion:
-    """Return the version of files that have not changed for ``SETTLE_SECONDS``."""
     version = adapter_version(path)
     if time.time() - max(changed for *_, changed in version) / 1e9 < SETTLE_SECONDS:
         time.sleep(SETTLE_SECONDS)
@@ -135,7 +129,6 @@ def _settled_version(path: str) -> AdapterVersion:
 
 
 def _hash(path: str, version: AdapterVersion) -> bytes:
-    """Return the content of files of a version."""
     state = hashlib.blake2b(digest_size=CONTENT_BYTES)
     try:
         for name, _, size, *_ in version:
@@ -147,9 +140,6 @@ def _hash(path: str, version: AdapterVersion) -> bytes:
     if adapter_version(path) != version:
         raise AdapterError(f"its files in {path[:200]!r} changed while they were hashed")
     return state.digest()
-
-
-# Loads by a worker.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,25 +190,29 @@ def observe_loads(vllm_config: VllmConfig) -> list[AdapterLoad]:
         # Several engines may live in one process; each has a lora_config of its own.
         if manager.lora_config is not vllm_config.lora_config:
             return original(manager, lora)
-        load = AdapterLoad(
-            rank=rank, adapter=lora.lora_int_id, name=lora.lora_name, path=lora.lora_path
-        )
         before = _read(contents, lora.lora_path)
         loaded = original(manager, lora)
-        # vLLM reads the files after they were hashed. If they are of the same version before and
-        # after it, it has read what was hashed.
-        if before is not None and before == _read(contents, lora.lora_path):
-            load = replace(load, version=before[0], content=before[1])
-        loads.append(load)
+        # If the files are of the same version before and after it, vLLM has read what was hashed.
+        version, content = before if before == _read(contents, lora.lora_path) else NOT_READ
+        loads.append(
+            AdapterLoad(
+                rank=rank,
+                adapter=lora.lora_int_id,
+                name=lora.lora_name,
+                path=lora.lora_path,
+                version=version,
+                content=content,
+            )
+        )
         return loaded
 
     setattr(WorkerLoRAManager, METHOD, load_adapter)
     return loads
 
 
-def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes] | None:
-    """Return the version and content of an adapter's files; ``None`` if they are not known."""
+def _read(contents: AdapterContents, path: str) -> tuple[AdapterVersion, bytes]:
+    """Return the version and content of an adapter's files, or ``NOT_READ``."""
     try:
         return contents.read(path)
     except AdapterError:
-        return None
+        return NOT_READ

@@ -1,10 +1,10 @@
 """vLLM's cache groups: which blocks of a request a producer hands over and a consumer fills.
 
-A cache group is a set of layers whose pages have the same block ids. In each group, vLLM lists a
-request's blocks in the order of the request's tokens. With a sliding window, the ids of the blocks
-before the window are ``HOLE`` (vLLM's null block), which names no page. In a group of recurrent
-states, one block is handed over: that with the state after the last token to transfer. Later blocks
-are scratch memory of speculative decoding. In a group of rings, a request has one block.
+In each group, vLLM lists a request's blocks in the order of the request's tokens. With a sliding
+window, the ids of the blocks before the window are ``HOLE`` (vLLM's null block), which names no
+page. In a group of recurrent states, one block is handed over: that with the state after the last
+token to transfer. Later blocks are scratch memory of speculative decoding. In a group of rings, a
+request has one block.
 """
 
 from __future__ import annotations
@@ -31,30 +31,24 @@ TokenRange = tuple[int, int]
 Block = TypeVar("Block")
 
 NO_PAGES = Pages(ids=np.empty(0, dtype=np.int64))
-"""The page list of a group into which nothing is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
     """One of vLLM's cache groups whose pages are handed over.
 
-    Attributes:
-        index: The group's index among all of vLLM's groups, also those that are not handed over.
-        tokens: How many tokens of a request one page covers, on all context-parallel ranks
-            together; for a state, the number of tokens after which vLLM stores the state in the
-            request's next page; 0 for a ring, which stays in the request's first page.
-        is_state: Whether a page is right after one number of tokens only: a recurrent state or a
-            ring.
-        window: How many tokens a token attends to, including itself, plus earlier tokens whose
-            blocks vLLM also keeps (``extra_retained_tokens``); 0 for no sliding window.
-        chunk: Tokens in each chunk of chunked local attention; 0 for other attention.
+    ``tokens`` is how many tokens of a request one page covers, on all context-parallel ranks
+    together; for a state, the number of tokens after which vLLM stores the state in the request's
+    next page; 0 for a ring, which stays in the request's first page.
     """
 
-    index: int
+    index: int  # among all of vLLM's groups, also those that are not handed over
     tokens: int
-    is_state: bool = False
+    is_state: bool = False  # a page is right after one number of tokens only: a state or a ring
+    # How many tokens a token attends to, including itself, plus earlier ones whose blocks vLLM also
+    # keeps (``extra_retained_tokens``); 0 for no sliding window.
     window: int = 0
-    chunk: int = 0
+    chunk: int = 0  # tokens in each chunk of chunked local attention; 0 for other attention
 
     @property
     def has_gap(self) -> bool:
@@ -67,10 +61,9 @@ class CacheGroup:
         return self.is_state or self.has_gap
 
     def num_skipped_tokens(self, tokens: int) -> int:
-        """Return how many of a request's first tokens are before its next token's window or chunk.
+        """Return how many of so many tokens are before the next token's window or chunk.
 
-        ``tokens`` does not count that next token. The formulas are those of
-        ``get_num_skipped_tokens`` in vLLM's ``single_type_kv_cache_manager.py``, by which vLLM
+        As ``get_num_skipped_tokens`` in vLLM's ``single_type_kv_cache_manager.py``, by which vLLM
         frees a request's first blocks.
         """
         if self.window:
@@ -87,11 +80,8 @@ class CacheGroup:
     def producer_pages(self, ids: Sequence[int], tokens: int) -> tuple[int, list[int]]:
         """Return the pages that a ticket lists for a request of which so many tokens were computed.
 
-        ``ids`` are vLLM's ids of its blocks in this group, in the order of its tokens.
-
-        Returns:
-            The index in ``ids`` of the first block that vLLM has not freed (that is not ``HOLE``),
-                and the ids from there on. For a state, 0 and a list with the id of its page.
+        They are the ids, of its blocks in this group, from the first on that vLLM has not freed
+        (that is not ``HOLE``), whose index comes first. For a state, 0 and the id of its page.
         """
         if self.is_state:
             return 0, list(self._state_block(ids, tokens))
@@ -104,14 +94,9 @@ class CacheGroup:
     ) -> tuple[TokenRange | None, Pages]:
         """Return the tokens that a consumer loads for a request, and the pages it loads them into.
 
-        ``tokens`` is how many of the request's first tokens are cached or loaded when the load has
-        ended. It leaves out the leading blocks that are cached already or are vLLM's null block,
-        and fills all others.
-
-        Returns:
-            The range of tokens to load, and the pages that the load fills: it zeroes what it does
-                not read. For a state, the range is always ``(0, tokens)``. ``None`` and
-                ``NO_PAGES`` if all tokens are cached.
+        After the load, the request's first ``tokens`` are cached or loaded. It leaves out the
+        leading blocks that are cached already or are vLLM's null block, and fills all others: it
+        zeroes what it does not read. ``None`` and ``NO_PAGES`` if all tokens are cached.
         """
         if self.is_state:
             page = [block.block_id for block in self._state_block(blocks, tokens)]
@@ -136,8 +121,7 @@ class CacheGroup:
     def _state_block(self, blocks: Sequence[Block], tokens: int) -> Sequence[Block]:
         """Return a list of the block with the state after so many tokens, if there is one.
 
-        vLLM's kernels find the block in the same way (``mamba_get_block_table_tensor`` in
-        ``v1/attention/backends/utils.py``).
+        As ``mamba_get_block_table_tensor`` in vLLM's ``v1/attention/backends/utils.py``.
         """
         index = (tokens - 1) // self.tokens if self.tokens else 0
         return blocks[index : index + 1]

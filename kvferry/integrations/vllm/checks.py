@@ -59,22 +59,10 @@ def _refuse(problems: Iterable[str], beginning: str = "") -> None:
 # At launch.
 
 
-def launches_here(parallel: ParallelConfig) -> bool:
-    """Return whether a launch starts engines or workers on this host, as far as is known before.
-
-    ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
-    """
-    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
-    return "ray" not in placed_by and parallel.data_parallel_size_local != 0
-
-
 def check_launch(vllm_config: VllmConfig) -> None:
-    """Refuse an engine that cannot work with the connector, as far as its configuration shows.
-
-    Engines that run here need their driver, keys and secrets on this host.
-    """
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    of_settings = setting_problems if launches_here(parallel) else configuration.problems
+    """Refuse an engine that cannot work with the connector, as far as its configuration shows."""
+    transfer, here = vllm_config.kv_transfer_config, engines_here(vllm_config.parallel_config)
+    of_settings = setting_problems if here else configuration.problems
     own_parts = own_transfers(transfer)
     _refuse(problem for own in own_parts for problem in of_settings(extra_of(own)))
     for own in own_parts:
@@ -82,14 +70,13 @@ def check_launch(vllm_config: VllmConfig) -> None:
         if own != as_mapping(transfer):
             engine.kv_transfer_config = type(transfer)(**own)
         check_engine(engine, transfer)
-        _refuse(address_problems(configuration.parse(extra_of(own)), engines_here(parallel)))
+        _refuse(address_problems(configuration.parse(extra_of(own)), here))
 
 
 def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the settings, their driver, and the keys and secrets they name.
 
-    The driver is looked up, but neither imported nor started. Settings that are accepted are
-    checked even if others are refused.
+    The driver is looked up, but neither imported nor started.
     """
     yield from configuration.problems(extra)
     config = configuration.acceptable(extra)
@@ -101,11 +88,7 @@ def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
 
 
 def address_problems(config: Config, indices: Iterable[int]) -> Iterator[str]:
-    """Yield why side channels could not listen on this host.
-
-    Each of the data-parallel ``indices`` of the engines here is added to the configured port,
-    unless that is 0.
-    """
+    """Yield why side channels of engines with these data-parallel indices could not listen here."""
     for index in indices:
         try:
             port = configuration.with_index(config, index).side_channel_port
@@ -120,11 +103,9 @@ def engines_here(parallel: ParallelConfig) -> range:
     Empty in processes that another process of vLLM has started: the engine may listen already. Also
     empty with Ray, which places engines, and on a host that has only workers.
     """
-    if (
-        multiprocessing.parent_process() is not None
-        or not launches_here(parallel)
-        or parallel.node_rank_within_dp > 0
-    ):
+    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
+    is_child = multiprocessing.parent_process() is not None
+    if is_child or "ray" in placed_by or parallel.node_rank_within_dp > 0:
         return range(0)
     first = parallel.data_parallel_index
     return range(first, first + parallel.data_parallel_size_local)
@@ -136,8 +117,9 @@ def engines_here(parallel: ParallelConfig) -> range:
 def check_engine(vllm_config: VllmConfig, outer: KVTransferConfig) -> None:
     """Refuse an engine whose settings cannot work with the connector, or were not tested with it.
 
-    What vLLM itself refuses with any connector is not checked here. ``outer`` is the configuration
-    of connectors with which the engine was started, such as MultiConnector's.
+    What vLLM itself refuses with any connector is not checked here, such as encoder-decoder models.
+    ``outer`` is the configuration of connectors with which the engine was started, such as
+    MultiConnector's.
     """
     siblings = sibling_problems(vllm_config.kv_transfer_config, outer)
     _refuse((*_unsupported_settings(vllm_config), *siblings), CANNOT)
@@ -145,17 +127,12 @@ def check_engine(vllm_config: VllmConfig, outer: KVTransferConfig) -> None:
 
 def _unsupported_settings(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield each setting of the engine with which the connector cannot work."""
-    model = vllm_config.model_config
+    model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
+    parallel = vllm_config.parallel_config
     if model.enable_sleep_mode:
         yield (
             "enable_sleep_mode: it gives the cache's memory away while peers may read it; start "
             "without it"
-        )
-    if model.is_encoder_decoder:
-        yield (
-            f"the encoder-decoder model {model.model!r}: its cross attention caches an encoder's "
-            "tokens, vLLM has no connectors for these, and a ticket would have to name the "
-            "encoder's input; start without kv_transfer_config"
         )
     if model.runner_type == "pooling":
         yield (
@@ -163,10 +140,7 @@ def _unsupported_settings(vllm_config: VllmConfig) -> Iterator[str]:
             "nothing to decode; start without kv_transfer_config"
         )
     if compat_029.uses_hisparse(vllm_config):
-        yield (
-            "attention_config.hisparse_config (HiSparse): its caches lie in host memory and are "
-            "copied on demand, so that memory would have to be registered; start without it"
-        )
+        yield "attention_config.hisparse_config: its caches lie in host memory; start without it"
     if versions.returns_routed_experts(vllm_config):
         yield (
             "enable_return_routed_experts: decode has none for the tokens that another engine "
@@ -176,14 +150,17 @@ def _unsupported_settings(vllm_config: VllmConfig) -> Iterator[str]:
         yield (
             'mamba_cache_mode "all": that its states can be handed over was not proven; set "align"'
         )
-    yield from _unsupported_media(vllm_config)
-    yield from _unsupported_transfer(vllm_config)
-
-
-def _unsupported_media(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield each setting with which prompts with images or other media cannot be handed over."""
-    media = vllm_config.model_config.multimodal_config
-    if media is None:
+    prefill_ranks = parallel.prefill_context_parallel_size
+    if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:
+        yield (
+            f"prefill_context_parallel_size {prefill_ranks} with kv_role {transfer.kv_role!r}: its "
+            "ranks all keep the whole cache, and only the first can load it; set kv_role "
+            '"kv_producer"'
+        )
+    is_staged = transfer.kv_buffer_device == "cpu" != vllm_config.device_config.device_type
+    if is_staged and transfer.kv_connector_extra_config.get("bidirectional_kv_xfer"):
+        yield STAGED_TURNS.format(f"kv_buffer_device {transfer.kv_buffer_device!r}")
+    if (media := model.multimodal_config) is None:
         return
     if media.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
         yield (
@@ -199,44 +176,22 @@ def _unsupported_media(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def _unsupported_transfer(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield each transfer or parallelism setting with which the connector cannot work."""
-    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    prefill_ranks = parallel.prefill_context_parallel_size
-    if prefill_ranks > 1 and parallel.decode_context_parallel_size == 1 and transfer.is_kv_consumer:
-        yield (
-            f"prefill_context_parallel_size {prefill_ranks} with kv_role {transfer.kv_role!r}: its "
-            "ranks all keep the whole cache, and only the first can load it; set kv_role "
-            '"kv_producer"'
-        )
-    holds_answers = transfer.kv_connector_extra_config.get("bidirectional_kv_xfer")
-    if (
-        holds_answers
-        and transfer.kv_buffer_device == "cpu" != vllm_config.device_config.device_type
-    ):
-        yield STAGED_TURNS.format(f"kv_buffer_device {transfer.kv_buffer_device!r}")
-    if transfer.enable_permute_local_kv:
-        yield (
-            "enable_permute_local_kv: nothing is permuted here, any layout is read into any other; "
-            "remove it"
-        )
-
-
 def sibling_problems(own: KVTransferConfig, engine: KVTransferConfig) -> Iterator[str]:
     """Yield roles that this connector's settings exclude, and siblings that it cannot run with.
 
     Siblings are the other connectors under vLLM's MultiConnector, whose configuration is
     ``engine``.
     """
+    extra = own.kv_connector_extra_config
+    holds_answers = extra.get("bidirectional_kv_xfer")
     wrong_roles = sorted({own.kv_role, engine.kv_role} - {"kv_both"}, key=str)
-    if own.kv_connector_extra_config.get("bidirectional_kv_xfer") and wrong_roles:
+    if holds_answers and wrong_roles:
         yield (
             f"bidirectional_kv_xfer with kv_role {wrong_roles[0]!r}: each engine both loads and "
             "hands over, and vLLM frees blocks in a safe order for that only where the role says "
             'so; set kv_role "kv_both" on both engines, or remove bidirectional_kv_xfer'
         )
-    extra = own.kv_connector_extra_config
-    if extra.get("bidirectional_kv_xfer") and extra.get("staging"):
+    if holds_answers and extra.get("staging"):
         yield STAGED_TURNS.format("staging")
     children = engine.kv_connector_extra_config.get("connectors", [])
     names = [child.get("kv_connector") for child in children if isinstance(child, Mapping)]

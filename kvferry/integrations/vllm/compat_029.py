@@ -6,7 +6,7 @@ of their blocks instead, and only of models with one cache group. It also lacks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -58,12 +58,14 @@ def unreportable_failures(config: KVCacheConfig) -> str | None:
     )
 
 
-class LoadBlocks:
-    """The blocks of every load, in the scheduler half; where vLLM takes requests, none."""
+class FailingLoads:
+    """Which loads failed, and their blocks, for a vLLM that takes blocks of failed loads."""
 
     def __init__(self) -> None:
         self._needed = not takes_failed_requests()
+        # By request, the blocks that its load fills.
         self._blocks: dict[str, tuple[int, ...]] = {}
+        self._failed: set[str] = set()
 
     def allocated(self, request_id: str, blocks: KVCacheBlocks, external: int) -> None:
         """Record the blocks that a load of ``external`` tokens will fill, if that is not 0."""
@@ -73,67 +75,30 @@ class LoadBlocks:
                 block.block_id for block in group if block.block_hash is None and not block.is_null
             )
 
-    def take(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the blocks of each request recorded since the last call, for the workers."""
-        blocks, self._blocks = self._blocks, {}
-        return blocks
+    def blocks(self, output: KVConnectorOutput, reported: Iterable[str]) -> set[int]:
+        """Return the blocks of loads that end with this output and failed on some rank.
 
+        ``reported`` are the requests whose loads have failed on ranks in this step.
+        """
+        if not self._needed:
+            return set()
+        self._failed.update(reported)
+        ended = output.finished_recving or ()
+        filled = {each: self._blocks.pop(each, ()) for each in ended}
+        return {block for each in self._failed.intersection(ended) for block in filled[each]}
 
-class FailedBlocks:
-    """The blocks of failed loads, in a worker half; where vLLM takes requests, none."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, tuple[int, ...]] = {}
-        self._failed: set[str] = set()
-        self._failed_blocks: set[int] = set()
-
-    def started(self, blocks: Mapping[str, tuple[int, ...]]) -> None:
-        """Record the blocks of loads that start (``LoadBlocks.take``)."""
-        self._blocks.update(blocks)
-
-    def ended(self, received: Iterable[str], failed: Collection[str]) -> None:
-        """Record which requests' loads ended, and which of these failed."""
-        for request_id in received:
-            blocks = self._blocks.pop(request_id, None)
-            if blocks is not None and request_id in failed:
-                self._failed.add(request_id)
-                self._failed_blocks.update(blocks)
-
-    def take_blocks(self) -> set[int]:
-        """Return the blocks of loads that failed since the last call."""
-        blocks, self._failed_blocks = self._failed_blocks, set()
-        return blocks
-
-    def take_requests(self) -> frozenset[str]:
-        """Return the requests whose load failed since the last call."""
-        failed, self._failed = self._failed, set()
-        return frozenset(failed)
-
-
-class FailedRequests:
-    """Which ended loads failed, in the scheduler half; ranks report it if vLLM does not."""
-
-    def __init__(self) -> None:
-        self._reported: set[str] = set()
-
-    def among_finished(self, output: KVConnectorOutput, reported: Iterable[str]) -> Collection[str]:
-        """Return the requests whose load ended on all workers in this step, and failed on one."""
-        if hasattr(output, "failed_recving"):
+    def failed(self, output: KVConnectorOutput) -> Collection[str]:
+        """Return the requests whose load ends with this output and failed on some rank."""
+        if not self._needed:
             return output.failed_recving or ()
-        self._reported.update(reported)
-        failed = self._reported.intersection(output.finished_recving or ())
-        self._reported -= failed
+        failed = self._failed.intersection(output.finished_recving or ())
+        self._failed -= failed
         return failed
 
 
 def uses_hisparse(vllm_config: VllmConfig) -> bool:
     """Return whether HiSparse is on."""
     return getattr(vllm_config.attention_config, "hisparse_config", None) is not None
-
-
-def is_host_resident(group: KVCacheGroupSpec) -> bool:
-    """Return whether a group's pages lie in the host's memory."""
-    return bool(getattr(group, "host_resident", False))
 
 
 def drafts_with_cache(speculative: SpeculativeConfig) -> bool:

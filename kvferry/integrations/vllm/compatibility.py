@@ -1,11 +1,10 @@
 """The values that two engines must agree on before they exchange pages.
 
-They are in two tables, ``FACTS`` and ``JUDGEMENTS``. A third, ``TOLD``, has values that may differ.
-
 A fact decides what the bytes of a page mean: engines that differ in a fact never exchange pages. A
 judgement is a name, such as the model's: two names may mean the same model, so an operator can
-allow the difference. Element type, encoding and shape of each field are compared with the layouts,
-not here.
+allow the difference (``enforce_handshake_compat``). What is only told may differ: engines of
+several versions of vLLM exchange pages. Element type, encoding and shape of each field are compared
+with the layouts, not here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvferry.core.lifecycle.holds import Incarnation
 from kvferry.core.security import Access
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.integrations.vllm import compat_029, versions
-from kvferry.integrations.vllm.caches.encodings import cache_format
+from kvferry.integrations.vllm.caches.layer_facts import cache_format
 from kvferry.integrations.vllm.config import Config
 from kvferry.integrations.vllm.rank_position import RankPosition
 
@@ -34,7 +33,7 @@ MAX_CHARACTERS = 1000
 def rank_identity(
     vllm_config: VllmConfig, incarnation: Incarnation, position: RankPosition
 ) -> Identity:
-    """Return the identity that a rank publishes in the handshake."""
+    """Return what a rank publishes of itself in the handshake."""
     return Identity(
         engine=vllm_config.kv_transfer_config.engine_id,
         incarnation=incarnation,
@@ -45,7 +44,7 @@ def rank_identity(
 
 
 def compatibility_facts(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return what peers compare: the entries of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` by name."""
+    """Return the values of ``FACTS``, ``JUDGEMENTS`` and ``TOLD`` by name."""
     tables = {**FACTS, **JUDGEMENTS, **TOLD}
     values = {name: value_of(vllm_config) for name, value_of in tables.items()}
     return {name: truncated(value) for name, value in values.items() if value is not None}
@@ -60,17 +59,12 @@ def endpoint_options(config: Config, access: Access) -> EndpointOptions:
         liveness_interval=config.liveness_interval,
         liveness_misses=config.liveness_misses,
         engine_ttl=config.engine_ttl,
-        judgements=judgements(config),
+        judgements=Judgements(
+            keys=frozenset(JUDGEMENTS),
+            overridden=not config.enforce_handshake_compat,
+            told=frozenset(TOLD),
+        ),
         access=access,
-    )
-
-
-def judgements(config: Config) -> Judgements:
-    """Return in which values engines may differ, if ``enforce_handshake_compat`` is false."""
-    return Judgements(
-        keys=frozenset(JUDGEMENTS),
-        overridden=not config.enforce_handshake_compat,
-        told=frozenset(TOLD),
     )
 
 
@@ -91,11 +85,10 @@ def _quantization(config: VllmConfig) -> str:
 
 
 def _rotary(config: VllmConfig) -> str:
-    """Return the parameters of the rotary embedding, which rotates keys by their positions.
+    """Return the parameters of the rotary embedding.
 
     LongRoPE has two sets of factors. The kernels use one of them for all prompts, depending on the
-    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``): the result says
-    which.
+    longest prompt that the engine accepts (``phi3_long_rope_scaled_rope.py``).
     """
     model = config.model_config
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
@@ -116,8 +109,7 @@ def _overrides(config: VllmConfig) -> str | None:
 def _media_settings(config: VllmConfig) -> str | None:
     """Return the settings that decide what an image, or another medium, becomes, as JSON.
 
-    vLLM's identifier of an image contains the name of the model and the settings that a request
-    brings, but not these. ``None`` if the model takes no media.
+    vLLM's identifier of an image contains settings that a request brings, but not these.
     """
     media = config.model_config.multimodal_config
     if media is None:
@@ -168,10 +160,7 @@ FACTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "rotary embedding": _rotary,
     "draft method": _draft_method,
 }
-"""By name of a fact, what returns its value, ``None`` if it does not apply.
-
-A difference in a fact would corrupt the cache, so engines that differ are always refused.
-"""
+"""What returns the value of each fact, ``None`` if it does not apply; likewise below."""
 
 JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "model": lambda config: str(config.model_config.model),
@@ -181,17 +170,7 @@ JUDGEMENTS: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "draft model": _draft("model"),
     "draft revision": _draft("revision"),
 }
-"""Likewise of each judgement.
-
-A difference may be harmless, but engines that differ are refused unless
-``enforce_handshake_compat`` is false.
-"""
 
 TOLD: Mapping[str, Callable[[VllmConfig], str | None]] = {
     "vLLM": lambda config: versions.vllm_version(),
 }
-"""Likewise of each value that may differ.
-
-Engines of several versions of vLLM exchange pages: what their bytes mean is in the layouts and in
-``FACTS``. A refusal names both versions.
-"""

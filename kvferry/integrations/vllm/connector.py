@@ -24,11 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.core.errors import KVFerryError
-from kvferry.integrations.vllm import checks, compat_029, config, versions
+from kvferry.integrations.vllm import checks, config, versions
 from kvferry.integrations.vllm.adapter_hashes import AdapterLoad, AdapterReport, observe_loads
 from kvferry.integrations.vllm.metadata import RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryPromMetrics, FerryStats, LoggedStats
-from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.scheduler import FerryScheduler
 from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker, start_worker
 
@@ -82,10 +81,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: FerryScheduler | None = None
-        self._worker: FerryWorker | UnreadRankWorker | None = None
+        # Until the caches are registered, a worker does nothing.
+        self._worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
         self._adapter_loads: list[AdapterLoad] = []
         self._asks_adapters = 0
-        self._failed_blocks = compat_029.FailedBlocks()
+        self._failed: set[str] = set()
         self._has_siblings = False
         share_log_handlers()
         if role is KVConnectorRole.SCHEDULER:
@@ -138,15 +138,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Close the side channel or the rank's endpoint; may be called twice."""
         if self._scheduler is not None:
             self._scheduler.shutdown()
-        if self._worker is not None:
-            self._worker.close()
+        self._worker.close()
 
     # Hooks of the scheduler's role.
 
     @property
-    def hooks(self) -> Pauses | None:
-        """The hooks that ``missing_hooks`` has vLLM call; ``None`` in a worker."""
-        return None if self._scheduler is None else self._scheduler.pauses
+    def hooks(self) -> FerryScheduler | None:
+        """Whose hooks ``missing_hooks`` has vLLM call; ``None`` in a worker."""
+        return self._scheduler
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -178,7 +177,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return ids
 
-    # Hooks of the worker's role. Before the caches are registered they do nothing.
+    # Hooks of the worker's role.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Start the worker half, and make this rank's caches (by layer) readable by others."""
@@ -191,22 +190,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
         vLLM 0.33 calls this before an engine sleeps, or discards its cache for ``cumem``.
         """
-        if self._worker is not None:
-            raise KVFerryError(
-                "KVFerryConnector refuses to sleep, or to release the cache's memory: other "
-                "engines may read it; to pause only the scheduling, use level 0"
-            )
+        raise KVFerryError(
+            "KVFerryConnector refuses to sleep, or to release the cache's memory: other engines "
+            "may read it; to pause only the scheduling, use level 0"
+        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what this rank publishes in the handshake; ``None`` if it publishes nothing."""
-        return self._worker.handshake if self._worker is not None else None
+        return self._worker.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Apply the scheduler's messages, and start loads: ``start_load_kv`` is called too late."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+        if isinstance(connector_metadata, StepMetadata):
             self._worker.apply(connector_metadata)
-            self._failed_blocks.started(connector_metadata.blocks)
             self._asks_adapters = connector_metadata.asks_adapters
 
     def start_load_kv(self, forward_context: object, **kwargs: object) -> None:
@@ -229,10 +226,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         A request with a ticket counts as sent when this rank no longer keeps its pages, whatever
         ended that. A request whose load failed is in ``finished_recving``, too.
         """
-        if self._worker is None:
-            return compat_029.transfer_results(sent=set(), received=set(), failed=set())
         results = self._worker.results()
-        self._failed_blocks.ended(results.finished_recving, results.failed_recving)
+        self._failed.update(results.failed_recving)
         return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -240,27 +235,24 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of failed loads to vLLM 0.29; others take the ids of requests."""
-        return self._failed_blocks.take_blocks()
-
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's ``RankReport`` to the scheduler half, or ``None`` if there is none."""
-        report = self._worker.take_report() if self._worker is not None else None
+        report = self._worker.take_report()
         if self._adapter_loads or self._asks_adapters:
             adapters = AdapterReport(loads=tuple(self._adapter_loads), step=self._asks_adapters)
             self._adapter_loads.clear()
             self._asks_adapters = 0
             report = replace(report or RankReport(), adapters=adapters)
-        if failed := self._failed_blocks.take_requests():
-            report = replace(report or RankReport(), failed=failed)
+        if self._failed:
+            report = replace(report or RankReport(), failed=frozenset(self._failed))
+            self._failed.clear()
         return report
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none."""
-        if self._worker is not None:
-            return self._worker.take_stats()
-        return None if self._scheduler is None else self._scheduler.get_kv_connector_stats()
+        if self._scheduler is not None:
+            return self._scheduler.get_kv_connector_stats()
+        return self._worker.take_stats()
 
     def _scheduler_half(self) -> FerryScheduler:
         """Return the scheduler half, or raise ``KVFerryError`` in a worker."""

@@ -3,6 +3,9 @@
 That is an engine that decodes what others prefilled, or, with ``bidirectional_kv_xfer``, one that
 prefills the next turn of a conversation, whose earlier turns others have in their caches.
 
+A router that sends both legs of a request at once names a room: what the engine that prefills says
+of the request on its side channel, until it has made the ticket. Such a load may begin early.
+
 A refused ticket never raises here, because an exception in a scheduler's hook ends the engine. The
 request gets blocks like any other, and the worker then reports its load as failed. Where a
 conversation's ticket is refused, nothing fails: the engine computes the whole prompt.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -25,15 +29,15 @@ from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import KVFerryError, TicketError, TicketReason
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.host_pages import HostPages
-from kvferry.core.lifecycle.ticket import Ticket
+from kvferry.core.lifecycle.rooms import RoomId, room_id
+from kvferry.core.lifecycle.ticket import PeerKey, Ticket
 from kvferry.core.metrics import REFUSED, LoadRecord
+from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.cache_groups import NO_PAGES, num_blocks
-from kvferry.integrations.vllm.early_following import PartFollower
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
+from kvferry.integrations.vllm.prompts import whole_prompt_digest
 from kvferry.integrations.vllm.request_ids import is_sample
-from kvferry.integrations.vllm.request_reports import LoadingRequest
 from kvferry.integrations.vllm.scheduler_metrics import (
     EARLY_LOADS,
     EDITED_HISTORIES,
@@ -51,6 +55,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+EARLY_SHARE = 0.5
+"""The most of the engine's cache, as a share of its blocks, that early loads may have together.
+
+They wait for prefill with their blocks. Further requests wait for their tickets without any.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +93,16 @@ class PullStage(enum.Enum):
     UNUSED = enum.auto()  # it loads nothing, or has ended; its ticket is given back when it comes
 
 
+NO_ROOM, NOBODY = RoomId(b""), PeerKey("", "", 0)
 WITHOUT_BLOCKS = (PullStage.FOLLOWED, PullStage.READY, PullStage.REFUSED)
 
 
-class PullEnd(enum.Enum):
-    """How it ended that a request has to do with a ticket."""
-
-    LOADED = enum.auto()  # all ranks have reported its load
-    FAILED = enum.auto()  # all ranks have reported its load, which failed on one
-    GIVEN_BACK = enum.auto()  # it loads nothing, and the producer may free the pages
-    DROPPED = enum.auto()  # it has no ticket to give back
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Pull:
-    """A request that loads from another engine, until its load is over."""
+class Pull:
+    """A request that loads from another engine, until its load is over.
+
+    It has room and producer if it came without a ticket.
+    """
 
     request: Request
     stage: PullStage
@@ -106,11 +111,26 @@ class _Pull:
     covered: int | None = None
     """How many tokens its ticket covers, or will cover; ``None`` if that is not known."""
     why: str = ""
-    """Why its ticket was refused, or why it loads nothing."""
-    loading: LoadingRequest | None = None
+    """Why its ticket was refused."""
+    tokens: int = 0
+    """How many tokens its load fills its blocks with."""
+    begun: float = 0.0
+    """When its load began, in seconds since the epoch."""
+    is_early: bool = False
+    """Whether its load began before its ticket came."""
+    blocks: int = 0
+    """How many blocks it has meanwhile."""
+    room: RoomId = NO_ROOM
+    producer: PeerKey = NOBODY
+    """The room in which the engine that prefills it says what is computed, and that engine."""
+    is_aborted: bool = False
+    """Whether the request has ended while it loaded."""
+    record: LoadRecord | None = None
+    """The figures of the load, of the ranks that have reported them."""
 
     @property
     def name(self) -> RequestId:
+        """The id that vLLM gives the request."""
         return RequestId(self.request.request_id)
 
 
@@ -119,7 +139,7 @@ class Consumer:
 
     ``directory`` asks the engines that made tickets what the workers need of them; ``follower``
     follows requests that are prefilled while they wait here. Where the cache is staged, loads fill
-    ``host`` pages, from which blocks are copied, and no load begins before its ticket has come.
+    host ``pages``, from which blocks are copied, and no load begins before its ticket has come.
     """
 
     def __init__(
@@ -134,11 +154,16 @@ class Consumer:
         self._groups = facts.groups
         self._checks = TicketAdmission(facts)
         self._directory = directory
-        self._early = PartFollower(follower, checks=self._checks, blocks=facts.blocks)
-        self._pages = PageSource(facts, use="loads")
+        self._follower = follower
+        # Those whose rooms are followed, how many these are of each room, and what is left of
+        # ``EARLY_SHARE``.
+        self._followed: dict[str, Pull] = {}
+        self._rooms = Counter[RoomId]()
+        self._early_blocks = int(EARLY_SHARE * facts.blocks)
+        self.pages = PageSource(facts, use="loads")
         self._prefix_cache = prefix_cache
         self._users = HoldUsers()
-        self._pulls: dict[str, _Pull] = {}
+        self._pulls: dict[str, Pull] = {}
         self._messages = LoadMessages()
         # Requests whose load is over, and of which vLLM has computed no token since.
         self._loaded: set[str] = set()
@@ -147,10 +172,6 @@ class Consumer:
         self._first_tokens: dict[str, tuple[int, ...]] = {}
         # Requests with a LoRA adapter that load, or have loaded, from another engine.
         self._adapted: dict[str, Request] = {}
-
-    def set_host_pages(self, host: HostPages) -> None:
-        """Set the host pages that loads fill; none is taken."""
-        self._pages.host = host
 
     # From a request's arrival to its blocks.
 
@@ -165,19 +186,36 @@ class Consumer:
         if request.abort_immediately:
             return
         if (earlier := self._pulls.get(request.request_id)) is not None:  # it has ended
-            self._end(earlier, PullEnd.DROPPED)
+            self._end(earlier)
         params = request.kv_transfer_params or {}
         try:
             if self._checks.is_turn(request):
                 self._begin_turn(request)
             elif params.get("do_remote_prefill") and names_room(params):
-                self._early.follow(request)
-                pull = _Pull(request=request, stage=PullStage.FOLLOWED)
-                self._pulls[pull.name] = pull
+                self._follow(request)
             elif params.get("do_remote_prefill"):
                 self._accept(request, self._checks.admit(request))
         except TicketError as error:
             self._refuse(request, error)
+
+    def _follow(self, request: Request) -> None:
+        """Follow a request's room until ``_unfollow``, or raise ``TicketError``."""
+        name, producer = self._checks.admit_room(request)
+        room = room_id(name, whole_prompt_digest(request))
+        pull = Pull(request=request, stage=PullStage.FOLLOWED, room=room, producer=producer)
+        self._pulls[pull.name] = self._followed[pull.name] = pull
+        self._rooms[room] += 1
+        self._follower.follow(pull.name, room, producer)
+
+    def _unfollow(self, pull: Pull) -> None:
+        """Follow a request's room no longer; ignored if it is not followed."""
+        if self._followed.pop(pull.name, None) is None:
+            return
+        self._follower.end(pull.name)
+        self._early_blocks += pull.blocks
+        self._rooms[pull.room] -= 1
+        if not self._rooms[pull.room]:
+            del self._rooms[pull.room]
 
     def _begin_turn(self, request: Request) -> None:
         """Use the ticket of a conversation as far as the prompt has its tokens."""
@@ -186,13 +224,10 @@ class Consumer:
             self._facts.metrics.add(EDITED_HISTORIES)
         if common:
             self._accept(request, replace(ticket, tokens=common, blocks=None))
-        else:
-            why = f"the prompt does not begin with its {ticket.tokens} tokens"
-            self._facts.reports.nothing_loaded(request.request_id, ticket, why)
 
-    def _accept(self, request: Request, ticket: Ticket) -> _Pull:
+    def _accept(self, request: Request, ticket: Ticket) -> Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
-        pull = _Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
+        pull = Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
         self._pulls[pull.name] = pull
         self._users.add(pull.name, ticket)
         self._messages.prepare.append(ticket)
@@ -211,7 +246,7 @@ class Consumer:
             self._facts.metrics.add(FAILED)
         _log_refusal(request, error, is_turn=is_turn)
         if not is_turn:
-            pull = _Pull(request=request, stage=PullStage.REFUSED, why=str(error))
+            pull = Pull(request=request, stage=PullStage.REFUSED, why=str(error))
             self._pulls[pull.name] = pull
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
@@ -224,7 +259,8 @@ class Consumer:
         if the load may not begin early, until it has made the ticket. Also ``None`` while it waits
         for host pages; if it has waited too long, its load fails.
         """
-        self._take_news(request.request_id)
+        if (followed := self._followed.get(request.request_id)) is not None:
+            self._take_news(followed)
         pull = self._pulls.get(request.request_id)
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return 0
@@ -237,22 +273,24 @@ class Consumer:
         least = self._facts.config.kv_recompute_threshold if self._checks.is_turn(request) else 0
         return tokens if tokens >= least else 0
 
-    def _waits(self, pull: _Pull, whole: int, tokens: int) -> bool:
+    def _waits(self, pull: Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
         if pull.stage is PullStage.FOLLOWED:
-            blocks = num_blocks(self._groups, tokens)
-            return self._facts.is_staged or not self._early.may_begin_early(pull.name, blocks)
+            # Of several that name a room, only the last may end the hold.
+            is_alone = self._rooms[pull.room] == 1 and not is_sample(pull.name)
+            fits = num_blocks(self._groups, tokens) <= self._early_blocks
+            return self._facts.is_staged or not (is_alone and fits)
         if pull.stage is not PullStage.READY:
             return False
         try:
-            return self._pages.waits(pull.name, whole)
+            return self.pages.waits(pull.name, whole)
         except NoHostPagesError as error:
-            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+            self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             return False
 
-    def _give_back(self, pull: _Pull, error: TicketError) -> None:
-        """Refuse a ticket after it was accepted: its producer may free the pages."""
-        self._end(pull, PullEnd.GIVEN_BACK, str(error))
+    def _refuse_accepted(self, pull: Pull, error: TicketError) -> None:
+        """Refuse a ticket after it was accepted."""
+        self._give_back(pull)
         self._refuse(pull.request, error)
 
     def weights_changed(self) -> None:
@@ -263,41 +301,49 @@ class Consumer:
                     self._facts.weights.check(pull.ticket.weights)
             except TicketError as error:
                 if pull.stage is PullStage.READY:
-                    self._give_back(pull, error)
+                    self._refuse_accepted(pull, error)
                 elif pull.stage in (PullStage.FOLLOWED, PullStage.LOADING):
                     self._give_up(pull, error)
 
-    def _take_news(self, request_id: str) -> None:
+    def _take_news(self, pull: Pull) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        news = self._early.take(request_id) if request_id in self._early else None
-        if isinstance(news, Part):
-            self._take_part(self._pulls[request_id], news)
-        elif news is not None:
-            self._give_up(self._pulls[request_id], news)
+        news = self._follower.news(pull.name)
+        if isinstance(news, RoomNews) and news.part:
+            try:
+                part = self._checks.admit_part(pull.request, news, pull.producer, pull.covered)
+            except TicketError as error:
+                news = error
+            else:
+                if part.is_last:
+                    self._unfollow(pull)
+                self._take_part(pull, part)
+        if isinstance(news, KVFerryError):
+            self._unfollow(pull)
+            self._give_up(pull, news)
 
-    def _take_part(self, pull: _Pull, part: Part) -> None:
+    def _take_part(self, pull: Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
-        if pull.loading is not None:
+        if pull.stage is PullStage.LOADING:
             self._messages.parts[pull.name] = part
-            pull.loading.ticket = part.ticket
+            pull.ticket = part.ticket
             if part.is_last:  # So that requests which come with the same ticket know of this load.
                 self._users.add(pull.name, part.ticket)
                 self._users.order(pull.name)
         elif part.is_last:
             accepted = self._accept(pull.request, part.ticket)
             if pull.stage is PullStage.UNUSED:  # it was accepted only to be given back
-                self._end(accepted, PullEnd.GIVEN_BACK, pull.why)
+                self._give_back(accepted)
         elif pull.stage is PullStage.FOLLOWED:
             pull.ticket, pull.covered = part.ticket, part.total
             self._directory.begin(pull.name, part.ticket)
 
-    def _give_up(self, pull: _Pull, error: KVFerryError) -> None:
+    def _give_up(self, pull: Pull, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused."""
         if pull.stage is PullStage.LOADING:
             _log_refusal(pull.request, error)
             self._abort(pull)
             return
-        self._end(pull, PullEnd.DROPPED)
+        self._end(pull)
         if pull.stage is not PullStage.UNUSED:
             self._refuse(pull.request, error)
 
@@ -312,37 +358,37 @@ class Consumer:
         if pull is None or pull.stage not in WITHOUT_BLOCKS:
             return
         if not external:
-            self._load_nothing(pull, "it needs none, or too few tokens")
+            self._load_nothing(pull)
         elif pull.stage is PullStage.REFUSED:
             self._fail(pull)
         elif pull.ticket is not None:
             self._begin_load(pull, pull.ticket, blocks, external)
 
-    def _load_nothing(self, pull: _Pull, why: str) -> None:
+    def _load_nothing(self, pull: Pull) -> None:
         """Give back the ticket of a request that needs none, now or when it has come."""
         if pull.stage is PullStage.READY:
-            self._end(pull, PullEnd.GIVEN_BACK, why)
+            self._give_back(pull)
         elif pull.stage is PullStage.REFUSED:
-            self._end(pull, PullEnd.DROPPED)
+            self._end(pull)
         else:
-            pull.stage, pull.why = PullStage.UNUSED, pull.why or why
+            pull.stage = PullStage.UNUSED
 
-    def _begin_load(
-        self, pull: _Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int
-    ) -> None:
+    def _begin_load(self, pull: Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int) -> None:
         """Queue the load that fills a request's blocks with so many tokens."""
         whole = self._checks.tokens_to_have(pull.request, pull.covered)
         wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
         lists = [pages.ids for _, pages in wanted]
         try:
-            placed, copy = self._pages.place(pull.name, lists, external)
+            placed, copy = self.pages.place(pull.name, lists, external)
         except NoHostPagesError as error:
-            self._give_back(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
+            self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             self._fail(self._pulls[pull.name])
             return
-        is_early = pull.stage is PullStage.FOLLOWED
-        if is_early:
-            self._early.begin(pull.name, num_blocks(self._groups, external))
+        pull.tokens, pull.begun = external, time.time()
+        pull.is_early = pull.stage is PullStage.FOLLOWED
+        if pull.is_early:
+            pull.blocks = num_blocks(self._groups, external)
+            self._early_blocks -= pull.blocks
         self._messages.loads.append(
             Load(
                 request=pull.name,
@@ -352,35 +398,27 @@ class Consumer:
                     pages if ids is pages.ids else replace(pages, ids=np.array(ids, np.int64))
                     for ids, (_, pages) in zip(placed, wanted, strict=True)
                 ),
-                shared=not is_early and self._order(pull.name),
-                is_early=is_early,
+                shared=not pull.is_early and self._order(pull.name),
+                is_early=pull.is_early,
                 copy=copy,
             )
         )
         if pull.request.lora_request is not None:
             self._adapted[pull.name] = pull.request
         pull.stage = PullStage.LOADING
-        pull.loading = LoadingRequest(
-            request_id=pull.name,
-            ticket=ticket,
-            tokens=external,
-            begun=time.time(),
-            headers=pull.request.trace_headers,
-            is_early=is_early,
-        )
 
     def _order(self, name: RequestId) -> bool:
         """Record that a load is queued; return whether it leaves "done" to others of its hold."""
         return self._users.order(name, siblings=is_sample(name))
 
-    def _fail(self, pull: _Pull) -> None:
+    def _fail(self, pull: Pull) -> None:
         """Have the workers report that a request's blocks were not filled."""
         pull.stage = PullStage.FAILING
         self._messages.refused.append((pull.name, pull.why))
 
-    def _abort(self, pull: _Pull) -> None:
+    def _abort(self, pull: Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
-        self._early.end(pull.name)
+        self._unfollow(pull)
         self._messages.aborted.append(pull.name)
 
     def abort_loads(self) -> None:
@@ -411,7 +449,7 @@ class Consumer:
                 "its adapter was loaded with other weights after this was checked: load changed "
                 "weights from a new path"
             )
-            self._give_back(pull, TicketError(why, reason=TicketReason.ADAPTER))
+            self._refuse_accepted(pull, TicketError(why, reason=TicketReason.ADAPTER))
         request = self._adapted.get(request_id)
         if request is None or request.num_output_tokens:
             return False
@@ -427,19 +465,18 @@ class Consumer:
         if pull is None:
             return
         if pull.stage not in (PullStage.LOADING, PullStage.FAILING):
-            self._load_nothing(pull, "it ended before it had blocks")
+            self._load_nothing(pull)
             return
         self._abort(pull)
-        if pull.loading is not None:
-            pull.loading.is_aborted = True
+        pull.is_aborted = True
 
     def loads_reported(self, records: Mapping[str, LoadRecord]) -> None:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``."""
         for request_id, record in records.items():
             pull = self._pulls.get(request_id)
-            if pull is not None and (loading := pull.loading) is not None:
-                before = loading.record
-                loading.record = record if before is None else before.combine(record)
+            if pull is not None:
+                before = pull.record
+                pull.record = record if before is None else before.combine(record)
 
     def loads_finished(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> None:
         """End the pulls of requests whose load has ended on all workers; ``failed`` on some."""
@@ -451,27 +488,29 @@ class Consumer:
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
             if pull.stage is PullStage.LOADING:
-                self._end(pull, PullEnd.FAILED if request_id in failed else PullEnd.LOADED)
+                self.pages.give_back(pull.name)
+                self._end(pull, is_loaded=request_id not in failed)
             elif pull.stage is PullStage.FAILING:
-                self._end(pull, PullEnd.DROPPED)
+                self._end(pull)
 
-    def _end(self, pull: _Pull, outcome: PullEnd, why: str = "") -> None:
+    def _give_back(self, pull: Pull) -> None:
+        """End a pull with a ticket that loads nothing: the producer may free the pages."""
+        if pull.ticket is not None:
+            self._release(pull.name, pull.ticket, shared=self._order(pull.name))
+        self._end(pull)
+
+    def _end(self, pull: Pull, *, is_loaded: bool = False) -> None:
         """End a request's pull, and tell everybody who knows of it; the only way out."""
         name = pull.name
-        if outcome is PullEnd.GIVEN_BACK and pull.ticket is not None:
-            self._facts.reports.nothing_loaded(name, pull.ticket, why)
-            self._release(name, pull.ticket, shared=self._order(name))
-        self._users.over(name, loaded=outcome is PullEnd.LOADED)
+        self._users.over(name, loaded=is_loaded)
         self._directory.end(name)
-        self._early.end(name)
+        self._unfollow(pull)
         self._messages.parts.pop(name, None)
-        self._pages.cancel(name)
-        if outcome is not PullEnd.LOADED:
+        self.pages.cancel(name)
+        if not is_loaded:
             self._adapted.pop(name, None)
-        if outcome in (PullEnd.LOADED, PullEnd.FAILED):
-            self._pages.give_back(name)
-        if pull.loading is not None:
-            self._report(pull.loading, is_loaded=outcome is PullEnd.LOADED)
+        if pull.stage is PullStage.LOADING:
+            self._report(pull, is_loaded=is_loaded)
         del self._pulls[name]
 
     def _release(self, name: RequestId, ticket: Ticket, *, shared: bool) -> None:
@@ -488,19 +527,19 @@ class Consumer:
             )
         )
 
-    def _report(self, loading: LoadingRequest, *, is_loaded: bool) -> None:
+    def _report(self, pull: Pull, *, is_loaded: bool) -> None:
         """Count and log a load that is over, and remember what it means for the request."""
-        if not loading.is_aborted:
-            self._loaded.add(loading.request_id)
-            tokens = loading.record.first_tokens if is_loaded and loading.record else ()
-            if tokens and self._prefix_cache.keep_out(loading.request_id, tokens):
-                self._first_tokens[loading.request_id] = tuple(tokens)
+        if not pull.is_aborted:
+            self._loaded.add(pull.name)
+            tokens = pull.record.first_tokens if is_loaded and pull.record else ()
+            if tokens and self._prefix_cache.keep_out(pull.name, tokens):
+                self._first_tokens[pull.name] = tuple(tokens)
         metrics = self._facts.metrics
         metrics.add(LOADS if is_loaded else FAILED)
         if is_loaded:
-            metrics.add(TOKENS, loading.tokens)
-            metrics.add(EARLY_LOADS, int(loading.is_early))
-        self._facts.reports.load_ended(loading, is_loaded=is_loaded)
+            metrics.add(TOKENS, pull.tokens)
+            metrics.add(EARLY_LOADS, int(pull.is_early))
+        self._facts.reports.load_ended(pull, is_loaded=is_loaded)
 
     def first_tokens(self, request_id: str) -> tuple[int, ...]:
         """Return, for each group, the first token that a request's load has written; () if all."""
@@ -521,9 +560,9 @@ class Consumer:
 
     def drain(self) -> LoadMessages:
         """Return the messages to the workers that were queued since the last call."""
-        if self._early.pending:
-            for request_id in self._early:
-                self._take_news(request_id)
+        if self._follower.pending:
+            for pull in list(self._followed.values()):
+                self._take_news(pull)
         for ticket in self._users.take_unused():
             self._release(RequestId(ticket.request), ticket, shared=False)
             self._directory.ask(ticket)
@@ -536,18 +575,14 @@ class Consumer:
         return (
             self._messages != LoadMessages()
             or self._users.pending
-            or self._early.pending
-            or any(self._pulls[each].stage is PullStage.UNUSED for each in self._early)
+            or self._follower.pending
+            or any(pull.stage is PullStage.UNUSED for pull in self._followed.values())
         )
 
     @property
     def follows(self) -> bool:
         """Whether requests wait for what the engines that prefill them say."""
-        return bool(self._early)
-
-    def update_metrics(self) -> None:
-        """Set the metrics of the host pages, where the cache is staged."""
-        self._pages.update_metrics(self._facts.metrics)
+        return bool(self._followed)
 
 
 def _log_refusal(request: Request, error: KVFerryError, *, is_turn: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 INDEX_ROWS = 1 << 20
-"""How many rows one kernel launch zeroes at most, which bounds the memory of the rows' indices."""
+"""How many rows one launch zeroes at most, which bounds the memory of their indices."""
 
 
 def thread_setup(device: torch.device) -> EnterThread:
@@ -38,7 +38,7 @@ def thread_setup(device: torch.device) -> EnterThread:
 
 
 def platform_device() -> torch.device:
-    """Return the device of vLLM's platform that the calling thread has chosen, with its index."""
+    """Return the device of vLLM's platform that the calling thread has chosen."""
     import torch
     from vllm.platforms import current_platform
 
@@ -52,9 +52,7 @@ def check_has_streams(device: torch.device) -> None:
     """Raise ``ConfigError`` for a device of which nobody can tell when work on a page is done."""
     import torch
 
-    module: object = None
-    with suppress(RuntimeError):  # torch has no module for this kind of device
-        module = torch.get_device_module(device)
+    module = getattr(torch, device.type, None)
     if device.type != CPU and not (hasattr(module, "Stream") and hasattr(module, "Event")):
         raise ConfigError(
             f"torch has no streams and events for {device.type!r}, so nobody can tell when its "
@@ -66,8 +64,7 @@ def check_has_streams(device: torch.device) -> None:
 def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]:
     """Return a function that marks the work enqueued so far on a device's current stream.
 
-    It returns a second function, which tells whether that work is done; or ``None`` on CPUs, where
-    work is done when the call that does it ends.
+    It returns what tells whether that work is done; ``None`` on CPUs, where it always is.
     """
     if device.type == CPU:
         return lambda: None
@@ -86,11 +83,7 @@ def work_marker(device: torch.device) -> Callable[[], Callable[[], bool] | None]
 
 
 class HighPriorityStream:
-    """A stream of its own for short work, of high priority; on CPUs, nothing.
-
-    On the calling thread's current stream, which may be the engine's, the work would wait for a
-    whole step of the model.
-    """
+    """A stream for short work, which waits for no step of the model; on CPUs, nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -149,9 +142,8 @@ def make_transport(
 def zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
     """Return a function that zeroes spans of addresses of vLLM's tensors, which it keeps."""
     tensors = list(caches)
-    if all(tensor.device.type == CPU for tensor in tensors):
-        return zero_cpu
-    return device_zero_function(tensors)
+    on_cpu = all(tensor.device.type == CPU for tensor in tensors)
+    return zero_cpu if on_cpu else device_zero_function(tensors)
 
 
 def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans]], None]:
@@ -170,13 +162,10 @@ def device_zero_function(caches: Iterable[torch.Tensor]) -> Callable[[list[Spans
 
 
 def _zero(memory: torch.Tensor, offsets: I64Array, lengths: I64Array) -> None:
-    """Zero spans (ranges of bytes) of a tensor's storage: at ``offsets`` (n,), of ``lengths`` (n,).
-
-    The storage is viewed as rows, each as long as the greatest common divisor of all offsets and
-    lengths, so that few row indices are needed.
-    """
+    """Zero ranges of bytes of a tensor's storage: at ``offsets`` (n,), of ``lengths`` (n,)."""
     import torch
 
+    # Rows as long as possible, so that few indices are needed.
     row = math.gcd(int(np.gcd.reduce(offsets)), int(np.gcd.reduce(lengths)))
     rows = memory[: len(memory) // row * row].view(-1, row)
     first, count = offsets // row, lengths // row

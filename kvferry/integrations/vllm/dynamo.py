@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import multiprocessing
-from importlib import metadata
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,15 @@ def register(name: str) -> None:
         table = getattr(importlib.import_module(MODULE), TABLE)
         table.setdefault(name, table[SAME_AS])
     except Exception as exc:  # noqa: BLE001 - an error here would end every engine, with Dynamo or not
-        _warn(name, exc)
+        logger.warning(
+            "Dynamo's vLLM workers may refuse %r: %s.%s is not as in Dynamo 1.6.1 (%s: %s). Use "
+            "Dynamo 1.6.1, or another router",
+            name,
+            MODULE,
+            TABLE,
+            type(exc).__name__,
+            exc,
+        )
 
 
 def _is_installed() -> bool:
@@ -50,26 +56,3 @@ def _is_installed() -> bool:
         return False
     folders = found.submodule_search_locations if found is not None else None
     return any(Path(folder, WORKERS).is_dir() for folder in folders or ())
-
-
-def _warn(name: str, exc: Exception) -> None:
-    """Log that the connector is not registered, in the process that was started: Dynamo's."""
-    if multiprocessing.parent_process() is None:
-        logger.warning(
-            "the connector is not registered with Dynamo %s, whose workers may refuse %r: %s.%s "
-            "is not as in Dynamo 1.6.1 (%s: %s). Use Dynamo 1.6.1, or another router",
-            _version(),
-            name,
-            MODULE,
-            TABLE,
-            type(exc).__name__,
-            exc,
-        )
-
-
-def _version() -> str:
-    """Return Dynamo's version, as far as it is known."""
-    try:
-        return metadata.version("ai-dynamo")
-    except metadata.PackageNotFoundError:
-        return "(of unknown version)"

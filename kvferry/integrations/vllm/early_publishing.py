@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.rooms import RoomId, Rooms, room_id
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import has_chain, prompt_digest, whole_prompt_digest
-from kvferry.integrations.vllm.ticket_format import encode_part, room_name
+from kvferry.integrations.vllm.ticket_format import room_name
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,9 +39,19 @@ class _Prompt:
 
 
 class PartPublisher:
-    """Open the rooms of requests, publish parts of their tickets, and then the tickets."""
+    """Open the rooms of requests, publish parts of their tickets, and then the tickets.
 
-    def __init__(self, facts: EngineFacts, *, holds: SchedulerHolds, rooms: Rooms) -> None:
+    ``params`` returns ``kv_transfer_params`` with the attributes of ``TicketParams`` of a part.
+    """
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        *,
+        holds: SchedulerHolds,
+        rooms: Rooms,
+        params: Callable[..., Mapping[str, Any]],
+    ) -> None:
         self._groups = facts.groups
         self._lookahead = facts.lookahead
         # Host pages have nothing of a prompt before its end.
@@ -48,12 +60,10 @@ class PartPublisher:
         )
         self._holds = holds
         self._rooms = rooms
+        self._params = params
         self._prompts: dict[str, _Prompt] = {}
         # Those of which the last step computed a chunk.
         self._computed: list[str] = []
-        # The rooms of requests whose tickets can be used; and which request had each room last.
-        self._ticketed: dict[str, RoomId] = {}
-        self._last: dict[RoomId, str] = {}
 
     def open(self, request: Request) -> None:
         """Open the room of a request that is prefilled for another engine, if it names one."""
@@ -72,21 +82,18 @@ class PartPublisher:
         room = None if name is None else room_id(name, whole_prompt_digest(request))
         return room if room is not None and self._rooms.open(room) else None
 
-    def next_step(
-        self, scheduler_output: SchedulerOutput, params: Callable[..., Mapping[str, Any]]
-    ) -> None:
+    def next_step(self, scheduler_output: SchedulerOutput) -> None:
         """Publish what the last step has computed, and record what this one will.
 
         Must be called once for each step, before the orders about holds are drained: they have the
-        watermarks of the parts. ``params`` returns ``kv_transfer_params`` with the attributes of
-        ``TicketParams`` that belong to a part.
+        watermarks of the parts.
         """
         if not self._prompts or not self._publishes:
             return
         self._add_blocks(scheduler_output)
         computed, self._computed = self._computed, []
         for prompt in filter(None, map(self._prompts.get, computed)):
-            self._publish(prompt, params)
+            self._publish(prompt)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in self._prompts.keys() & scheduled.keys():
             prompt = self._prompts[request_id]
@@ -101,21 +108,7 @@ class PartPublisher:
         if ticket is None:
             self._rooms.close(prompt.room, f"its request is {request.status.name}")
         else:
-            self._rooms.finish(prompt.room, encode_part(ticket))
-            self._ticketed[request.request_id] = prompt.room
-            self._last[prompt.room] = request.request_id
-
-    def hold_ended(self, request_id: str, *, used: bool) -> None:
-        """Forget the room of a request whose hold has ended, if another engine has ``used`` it up.
-
-        Otherwise it is kept for a while, so that whoever comes late hears at once that the pages
-        are gone.
-        """
-        room = self._ticketed.pop(request_id, None)
-        if room is not None and self._last.get(room) == request_id:
-            del self._last[room]
-            if used:
-                self._rooms.forget(room)
+            self._rooms.finish(prompt.room, msgspec.json.encode(ticket))
 
     def _add_blocks(self, scheduler_output: SchedulerOutput) -> None:
         """Record the blocks of requests that begin in this step, begin again, or get more."""
@@ -132,7 +125,7 @@ class PartPublisher:
             prompt.pages = [[*lists[group.index]] for group in self._groups]
             prompt.due = 0  # another request of this step may be computing what is cached of it
 
-    def _publish(self, prompt: _Prompt, params: Callable[..., Mapping[str, Any]]) -> None:
+    def _publish(self, prompt: _Prompt) -> None:
         """Order the watermark of what the last step has computed of a prompt, and publish it."""
         request, tokens = prompt.request, prompt.due - self._lookahead
         was_preempted = request.num_computed_tokens < prompt.due
@@ -150,13 +143,14 @@ class PartPublisher:
             () if group.needs_exact_length else tuple(group.producer_pages(ids, tokens)[1])
             for group, ids in zip(self._groups, prompt.pages, strict=True)
         )
-        part = params(
+        part = self._params(
             request=request.request_id,
             hold=hold,
             pages=pages,
             first_index=(0,) * len(pages),
             tokens=tokens,
             digest=prompt_digest(request, tokens),
+            computed=False,
             total=request.num_prompt_tokens,
         )
-        self._rooms.publish(prompt.room, encode_part(part))
+        self._rooms.publish(prompt.room, msgspec.json.encode(part))

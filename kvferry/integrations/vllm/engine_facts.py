@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """An engine, as its scheduler half is configured.
-
-    Attributes:
-        is_staged: Whether requests get host pages, from or to which their blocks are copied.
-        drafts: Whether it drafts tokens: then pages are written after a request's last token.
-        lookahead: How many tokens behind a computed one are written by drafts, and again later.
-        sizes: Its parallelism, by attributes of ``TicketParams``.
-        adapter_content: See ``Adapters.content``.
-    """
+    """An engine, as its scheduler half is configured."""
 
     engine: str
     groups: tuple[CacheGroup, ...]
@@ -42,11 +34,11 @@ class EngineFacts:
     metrics: Metrics
     reports: RequestReports
     role: str = "kv_both"
-    is_staged: bool = False
-    drafts: bool = False
-    lookahead: int = 0
+    is_staged: bool = False  # requests get host pages, from or to which their blocks are copied
+    drafts: bool = False  # then pages are written after a request's last token
+    lookahead: int = 0  # tokens behind a computed one that drafts write, and again later
     caches_prefixes: bool = False
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # by attributes of ``TicketParams``
     ticket_key: TicketKey = field(default_factory=TicketKey)
     adapter_content: Callable[[Request], bytes | None] = lambda request: None
     weights: Weights = field(default_factory=Weights)
@@ -84,12 +76,7 @@ def engine_facts(
     kv_cache_config: KVCacheConfig,
     adapter_content: Callable[[Request], bytes | None],
 ) -> EngineFacts:
-    """Return what an engine's configuration says.
-
-    Raises:
-        ConfigError: The configuration is refused.
-        SecretError: The library that signs tickets does not work on this machine.
-    """
+    """Return what an engine's configuration says; ``ConfigError`` or ``SecretError`` if refused."""
     config = configuration.engine_config(vllm_config)
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     return EngineFacts(

@@ -45,7 +45,7 @@ class RankReport(KVConnectorWorkerMetadata):
         problems: The current problems of each rank whose problems have changed.
         silent: Of each rank, if ``StepMetadata.asks_silent``, its holds, among those that tickets
             name, whose consumer seems to be gone, the longest silent first.
-        failed: The requests whose load failed, where vLLM does not pass them on (``compat_029``).
+        failed: The requests whose load failed; vLLM 0.29 does not pass them on (``compat_029``).
         loads: The figures of the loads that succeeded in this step, by request. If nothing is
             logged or traced by request, only of those whose pages may lack tokens.
         ended: How holds ended in this step, by request, unless the scheduler half had ordered it.
@@ -104,7 +104,6 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
             loaded, because requests wait for that; otherwise 0.
         idle: Whether the engine runs no token in this step, so that workers may wait for loads.
         follows: Whether requests wait for the engines that prefill them, or for a LoRA adapter.
-        blocks: See ``compat_029.LoadBlocks``: of loads that start, and of refused tickets.
     """
 
     ranks: tuple[bytes, ...] = ()
@@ -115,4 +114,3 @@ class StepMetadata(LoadMessages, KVConnectorMetadata):
     asks_adapters: int = 0
     idle: bool = False
     follows: bool = False
-    blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from kvferry.integrations.vllm.scheduler import FerryScheduler
 
 # Hooks of the scheduler's role reach neither scheduler nor core, whose classes are wrapped, and
 # several engines may live in one process. Who is to be called is found by way of the engine's pool.
 HOOKS = "_kvferry_hooks"
-"""The attribute of an engine's block pool with its ``Hooks``; and what marks a wrapped method."""
+"""The attribute of an engine's block pool with its ``FerryScheduler``; and of a wrapped method."""
 
 LOADING = frozenset({"finish_weight_update", "reload_weights", "reset_weights"})
 """The methods of vLLM's workers after which they have other weights.
@@ -34,42 +36,7 @@ STEP_SECONDS = 1e-3
 """How long a paused core without a loop of its own waits between two steps, as vLLM's loop does."""
 
 
-class Hooks(Protocol):
-    """What an engine's connector is told, and asked, at these moments."""
-
-    def before_pause(self, *, keeps: bool, clears: bool) -> None:
-        """A pause begins: vLLM ``keeps`` its requests, or has none in the end.
-
-        With ``clears``, it resets its caches once no request is left, or all are kept, and
-        ``holds_up_pause`` is false.
-        """
-
-    def holds_up_pause(self) -> bool:
-        """Return whether a pause needs further steps before vLLM resets its caches."""
-
-    def before_reset(self, *, preempts: bool) -> bool:
-        """The prefix cache is to be reset, which fails if blocks are used; ``preempts`` what runs.
-
-        Returns:
-            Whether the reset must fail, since something is still held.
-        """
-
-    def weights_loaded(self) -> None:
-        """Other weights were loaded, whose version vLLM may be told later."""
-
-    def weights_named(self, version: object) -> None:
-        """The version of the weights was set that were loaded last."""
-
-    def doomed(self, output: KVConnectorOutput) -> Collection[str]:
-        """Return the requests that must fail, by the workers' merged reports of a step.
-
-        They end with an error, whatever ``kv_load_failure_policy``, before vLLM uses what the step
-        has computed of them, and their blocks leave the prefix cache. ADR 17 says why vLLM cannot
-        be told of such requests.
-        """
-
-
-def install(pool: BlockPool, scheduler: type[SchedulerInterface], hooks: Hooks) -> None:
+def install(pool: BlockPool, scheduler: type[SchedulerInterface], hooks: FerryScheduler) -> None:
     """Have vLLM call an engine's hooks from now on; ``scheduler`` is the class of its scheduler."""
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
@@ -84,46 +51,53 @@ def install(pool: BlockPool, scheduler: type[SchedulerInterface], hooks: Hooks) 
 
 
 def _wrap(owner: type, name: str, around: Callable[..., object]) -> None:
-    """Have a class's method call ``around`` with the method, and with what it is called with."""
+    """Have a method call ``around`` for engines with hooks.
+
+    Its arguments are the method, the hooks, and what the method is called on and with.
+    """
     original = getattr(owner, name)
     if hasattr(original, HOOKS):
         return
 
     @functools.wraps(original)
     def method(self: object, *args: object, **kwargs: object) -> object:
-        return around(functools.partial(original, self), self, *args, **kwargs)
+        if (hooks := _hooks(self)) is None:
+            return original(self, *args, **kwargs)
+        return around(functools.partial(original, self), hooks, self, *args, **kwargs)
 
     setattr(method, HOOKS, True)
     setattr(owner, name, method)
 
 
-def _hooks(scheduler: Any) -> Hooks | None:  # noqa: ANN401
-    """Return the hooks of an engine, or ``None`` if it has another connector."""
-    found: Hooks | None = getattr(scheduler.kv_cache_manager.block_pool, HOOKS, None)
+def _hooks(owner: Any) -> FerryScheduler | None:  # noqa: ANN401
+    """Return the hooks of a scheduler's or core's engine; ``None`` with another connector."""
+    try:
+        pool = getattr(owner, "scheduler", owner).kv_cache_manager.block_pool
+    except AttributeError:  # the core has no scheduler yet
+        return None
+    found: FerryScheduler | None = getattr(pool, HOOKS, None)
     return found
 
 
 def _pause(
     original: Callable[..., object],
-    core: EngineCore,
+    hooks: FerryScheduler,
+    _: EngineCore,
     mode: str = "abort",
     clear_cache: bool = True,
 ) -> object:
-    hooks = _hooks(core.scheduler)
-    if hooks is not None and mode in ("abort", "wait", "keep"):
-        hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
+    hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
     return original(mode, clear_cache)
 
 
 def _pause_in_process(
     original: Callable[..., object],
+    hooks: FerryScheduler,
     core: EngineCore,
     mode: str = "abort",
     clear_cache: bool = True,
 ) -> object:
     """A core in its caller's process has no loop of its own: run the steps that a pause needs."""
-    if _hooks(core.scheduler) is None:
-        return original(mode, clear_cache)
 
     def pause(mode: str, clear_cache: bool) -> object:
         original(mode, False)
@@ -143,37 +117,36 @@ def _pause_in_process(
             core.step_fn = deliver
         return original(mode, clear_cache)
 
-    return _pause(pause, core, mode, clear_cache)
+    return _pause(pause, hooks, core, mode, clear_cache)
 
 
 def _collective_rpc(
     original: Callable[..., object],
-    core: EngineCore,
+    hooks: FerryScheduler,
+    _: EngineCore,
     method: str | Callable[..., object],
     *args: Any,  # noqa: ANN401
     **kwargs: Any,  # noqa: ANN401
 ) -> object:
     found = original(method, *args, **kwargs)
-    if method in LOADING and (hooks := _hooks(core.scheduler)) is not None:
+    if method in LOADING:
         hooks.weights_loaded()
     return found
 
 
 def _set_weight_version(
-    original: Callable[[str], None], core: EngineCore, weight_version: str
+    original: Callable[[str], None], hooks: FerryScheduler, _: EngineCore, weight_version: str
 ) -> None:
     original(weight_version)
-    if (hooks := _hooks(core.scheduler)) is not None:
-        hooks.weights_named(weight_version)
+    hooks.weights_named(weight_version)
 
 
-def _has_requests(original: Callable[[], bool], scheduler: Scheduler) -> bool:
+def _has_requests(
+    original: Callable[[], bool], hooks: FerryScheduler, scheduler: Scheduler
+) -> bool:
     """Requests that have ended, and whose blocks are held, are no work for a paused engine."""
-    if scheduler.pause_state.name == "UNPAUSED":
-        return original()
-    hooks = _hooks(scheduler)
     is_alone = getattr(scheduler.connector, "hooks", None) is hooks  # not under MultiConnector
-    if hooks is None or not is_alone:
+    if scheduler.pause_state.name == "UNPAUSED" or not is_alone:
         return original()
     if scheduler.has_unfinished_requests() or scheduler.finished_req_ids:
         return True
@@ -182,13 +155,13 @@ def _has_requests(original: Callable[[], bool], scheduler: Scheduler) -> bool:
 
 def _reset(
     original: Callable[[bool, bool], bool],
+    hooks: FerryScheduler,
     scheduler: Scheduler,
     reset_running_requests: bool = False,
     reset_connector: bool = False,
 ) -> bool:
-    hooks = _hooks(scheduler)
-    is_held = hooks is not None and hooks.before_reset(preempts=reset_running_requests)
-    if hooks is not None and reset_running_requests:
+    is_held = hooks.before_reset(preempts=reset_running_requests)
+    if reset_running_requests:
         _release_loaded(scheduler)
     return original(reset_running_requests, reset_connector) and not is_held
 
@@ -212,29 +185,27 @@ def _release_loaded(scheduler: Scheduler) -> None:
 
 
 def _update(
-    original: Callable[[SchedulerOutput, ModelRunnerOutput], dict[int, EngineCoreOutputs]],
+    original: Callable[..., dict[int, EngineCoreOutputs]],
+    hooks: FerryScheduler,
     scheduler: Scheduler,
     scheduler_output: SchedulerOutput,
     model_runner_output: ModelRunnerOutput,
-) -> dict[int, EngineCoreOutputs]:
-    hooks, report = _hooks(scheduler), model_runner_output.kv_connector_output
-    names = set(hooks.doomed(report)) if hooks is not None and report is not None else set[str]()
-    update = functools.partial(original, scheduler_output, model_runner_output)
-    return _fail(scheduler, names, update) if names else update()
-
-
-def _fail(
-    scheduler: Scheduler, names: set[str], update: Callable[[], dict[int, EngineCoreOutputs]]
 ) -> dict[int, EngineCoreOutputs]:
     """End requests as vLLM ends those whose load failed, and then update the others."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
+    report = model_runner_output.kv_connector_output
+    names = set() if report is None else set(hooks.doomed(report))
+    if report is not None and (blocks := hooks.failed_blocks(report)):
+        report.invalid_block_ids = report.invalid_block_ids | blocks  # vLLM 0.29
+    if not names:
+        return original(scheduler_output, model_runner_output)
     manager = scheduler.kv_cache_manager
     for name in names:
         manager.evict_blocks({each for ids in manager.get_block_ids(name) for each in ids})
     ended = scheduler.finish_requests(names, RequestStatus.FINISHED_ERROR)
-    outputs = update()
+    outputs = original(scheduler_output, model_runner_output)
     for request in ended:
         error = EngineCoreOutput(
             request_id=request.request_id,

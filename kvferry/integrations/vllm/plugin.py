@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_CHECKED = "_kvferry_checks"
-"""The attribute that marks vLLM's method to which the checks of a launch were added."""
+_CHECKED = "_kvferry_checks"  # marks vLLM's method to which the checks were added
 
 
 def register() -> None:

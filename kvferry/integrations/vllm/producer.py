@@ -15,7 +15,6 @@ import secrets as randomness
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
@@ -46,6 +45,7 @@ from kvferry.integrations.vllm.scheduler_metrics import (
     NO_TICKETS,
     NoTicket,
 )
+from kvferry.integrations.vllm.side_channel import EngineSideChannel
 from kvferry.integrations.vllm.staging import NoHostPagesError, PageSource
 from kvferry.integrations.vllm.ticket_format import TicketParams, room_name
 
@@ -53,16 +53,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvferry.integrations.vllm.side_channel import EngineSideChannel
-
 logger = logging.getLogger(__name__)
-
-LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
-"""The reasons of which only the first is logged: settings, or what clients ask for, cause all."""
 
 
 class Producer:
-    """Hold the blocks of requests that other engines decode, and make their tickets."""
+    """Hold the blocks of requests that other engines decode, and make their tickets.
+
+    ``serving`` is this engine, as tickets name it; its address is set when the side channel opens.
+    """
 
     def __init__(
         self,
@@ -72,6 +70,7 @@ class Producer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         config, groups = facts.config, facts.groups
+        self.serving = EngineSideChannel(engine=facts.engine)
         self._facts = facts
         self._metrics = facts.metrics
         self._clock = clock
@@ -91,14 +90,13 @@ class Producer:
         self._holds = SchedulerHolds(
             facts.blocks, max_pages=None if facts.is_staged else self._max_held
         )
-        self._parts = PartPublisher(facts, holds=self._holds, rooms=rooms)
+        self._parts = PartPublisher(facts, holds=self._holds, rooms=rooms, params=self._params)
         # Requests with a ticket that not all workers have reported as sent.
         self._held: dict[str, HeldRequest] = {}
         # Of several samples of a prompt, by the id that they share and the prompt's digest: the one
-        # whose pages are held, and its ticket. vLLM answers with the ticket of the sample that ends
-        # last, so all have this one.
-        self._samples: dict[tuple[str, bytes], tuple[str, dict[str, Any]]] = {}
-        self._logged_reasons = frozenset[NoTicket]()
+        # whose pages are held. vLLM answers with the ticket of the sample that ends last, so all
+        # have its ticket.
+        self._samples: dict[tuple[str, bytes], HeldRequest] = {}
         # How often each request was preempted before it got the blocks that it has.
         self._preemptions: dict[str, int] = {}
         self._pressure = BlockPressure(facts.blocks)
@@ -164,20 +162,19 @@ class Producer:
         self,
         request: Request,
         block_ids: Sequence[Sequence[int]],
-        serving: EngineSideChannel,
         first_tokens: Sequence[int] = (),
     ) -> dict[str, Any] | None:
         """Return the ticket of a request that ended, or end its hold if it gets no ticket.
 
-        ``block_ids`` are those of its blocks, one list per cache group of vLLM; ``serving`` is this
-        engine. ``first_tokens`` are, for each group, the first token that the request's own load
-        has written; empty if that has filled all pages whole, or there was none. The ticket may be
-        another sample's, whose blocks are held (``holds``).
+        ``block_ids`` are those of its blocks, one list per cache group of vLLM. ``first_tokens``
+        are, for each group, the first token that the request's own load has written; empty if that
+        has filled all pages whole, or there was none. The ticket may be another sample's, whose
+        blocks are held (``holds``).
         """
         self._preemptions.pop(request.request_id, None)
         ticket = None
         try:
-            ticket = self._make_ticket(request, block_ids, serving, first_tokens)
+            ticket = self._make_ticket(request, block_ids, first_tokens)
         except NoTicketError as error:
             self._no_ticket(request, error)
         self._holds.drop(RequestId(request.request_id))  # unless there is a ticket for it
@@ -189,7 +186,6 @@ class Producer:
         self,
         request: Request,
         block_ids: Sequence[Sequence[int]],
-        serving: EngineSideChannel,
         first_tokens: Sequence[int],
     ) -> dict[str, Any]:
         groups, request_id = self._facts.groups, request.request_id
@@ -205,7 +201,6 @@ class Producer:
         firsts = tuple(first for first, _ in lists)
         hold, pages = self._hold(request, tokens, block_ids, [ids for _, ids in lists])
         ticket = self._params(
-            serving,
             request=request_id,
             hold=hold,
             pages=tuple(map(tuple, pages)),
@@ -228,18 +223,17 @@ class Producer:
             ),
         )
         if shares:
-            self._samples[sample] = request_id, ticket
-            self._held[request_id].sample = sample
+            self._samples[sample] = held = self._held[request_id]
+            held.sample, held.ticket = sample, ticket
         return ticket
 
     def _sample_ticket(self, sample: tuple[str, bytes]) -> dict[str, Any] | None:
         """Return the ticket of another sample of a prompt, unless its lease is half over."""
-        name, ticket = self._samples.get(sample, ("", None))
-        held = self._held.get(name)
-        if held is None or held.ended is not None or not self._holds.has_ticket(RequestId(name)):
+        held = self._samples.get(sample)
+        if held is None or held.ended is not None or not self._holds.has_ticket(held.request_id):
             return None
         is_fresh = self._clock() < held.made + self._facts.config.kv_lease_duration / 2
-        return ticket if is_fresh else None
+        return held.ticket if is_fresh else None
 
     def _digests(self, request: Request, tokens: int) -> tuple[bytes, BlockDigests | None]:
         """Return the digest of a ticket's tokens, and for an answer one for each block of them."""
@@ -307,15 +301,15 @@ class Producer:
         """Return whether the blocks of a request that ended are kept for another engine."""
         return request_id in self._held
 
-    def _params(self, serving: EngineSideChannel, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
+    def _params(self, **facts: Any) -> dict[str, Any]:  # noqa: ANN401
         """Return a ticket, or a part of one, with these attributes of ``TicketParams``."""
         weights = self._facts.weights.version
-        ticket = TicketParams(**asdict(serving), **self._facts.sizes, weights=weights, **facts)
+        ticket = TicketParams(**asdict(self.serving), **self._facts.sizes, weights=weights, **facts)
         return ticket.params(self._facts.security.secrets, self._facts.ticket_key)
 
-    def publish_parts(self, scheduler_output: SchedulerOutput, serving: EngineSideChannel) -> None:
+    def publish_parts(self, scheduler_output: SchedulerOutput) -> None:
         """Publish what the last step has computed; to be called once for each, before ``drain``."""
-        self._parts.next_step(scheduler_output, partial(self._params, serving, computed=False))
+        self._parts.next_step(scheduler_output)
 
     def _no_ticket(self, request: Request, error: NoTicketError) -> None:
         """Count and log that a request gets no ticket, unless nobody wanted one."""
@@ -323,17 +317,16 @@ class Producer:
             return
         is_answer = self._eligibility.is_answer(request)
         self._metrics.add(_holds_metric(is_answer), outcome=HOLD_REFUSED)
-        if is_answer or error.reason is None:
-            self._facts.reports.answer_not_held(request.request_id, error.why)
-            return
-        self._metrics.add(NO_TICKETS, reason=error.reason.value)
-        if error.reason in self._logged_reasons:
-            return
-        self._logged_reasons |= {error.reason} & LOGGED_ONCE
-        logger.warning(
+        level = logging.WARNING
+        if error.reason is None or is_answer:
+            level = self._facts.reports.level
+        else:
+            self._metrics.add(NO_TICKETS, reason=error.reason.value)
+        logger.log(
+            level,
             "request %s: no ticket is made (stage prefill, cause %s): %s",
             on_one_line(request.request_id),
-            error.reason,
+            error.reason or "answer",
             error.why,
         )
 
@@ -372,7 +365,6 @@ class Producer:
                 continue
             found = held.ended.end if held.ended is not None else None
             end = given_up or found or HoldEnd.READ
-            self._parts.hold_ended(request_id, used=end in (HoldEnd.READ, HoldEnd.ABANDONED))
             self._metrics.add(_holds_metric(held.is_conversation), outcome=end.value)
             self._facts.reports.hold_ended(held, end, self._clock() - held.made)
             self._samples.pop(held.sample, None)

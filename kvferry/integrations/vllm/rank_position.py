@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 class RankPosition:
     """The position of one worker among the parallel ranks of its engine.
 
-    Attributes:
-        shard: Which part of its layers' caches the worker stores.
-        coordinates: The worker's rank in each kind of parallelism, as published in the handshake.
-        rank: The worker's index among the ranks that publish a layout, in the order in which vLLM
-            lists handshakes: by pipeline rank, then by tensor rank.
-        replica: Whether another rank stores the same pages and publishes them in place of this
-            worker: several prefill context-parallel ranks may each store all tokens, and only the
-            first of them publishes a layout.
+    ``rank`` counts the ranks that publish a layout, in the order in which vLLM lists handshakes: by
+    pipeline rank, then by tensor rank. Several prefill context-parallel ranks may each store all
+    tokens: then all but the first are replicas, and publish none.
     """
 
     shard: ShardPosition
@@ -42,10 +37,8 @@ def current_rank_position(vllm_config: VllmConfig) -> RankPosition:
 
     parallel = vllm_config.parallel_config
     tp, pp = groups.get_tp_group().rank_in_group, groups.get_pp_group().rank_in_group
-    pcp_size, dcp_size = (
-        parallel.prefill_context_parallel_size,
-        parallel.decode_context_parallel_size,
-    )
+    pcp_size = parallel.prefill_context_parallel_size
+    dcp_size = parallel.decode_context_parallel_size
     pcp = groups.get_pcp_group().rank_in_group if pcp_size > 1 else 0
     dcp = groups.get_dcp_group().rank_in_group if dcp_size > 1 else 0
     tp_size = parallel.tensor_parallel_size

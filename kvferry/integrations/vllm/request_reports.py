@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvferry.core.error_causes import on_one_line
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import MAX_NAME, LoadRecord
+from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
+from kvferry.core.metrics import MAX_NAME
 from kvferry.integrations.vllm.tracing import Headers, RequestSpans
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.consumer import Pull
 
 logger = logging.getLogger("kvferry.requests")
 """The logger of the lines."""
@@ -25,96 +28,65 @@ logger = logging.getLogger("kvferry.requests")
 class HeldRequest:
     """A request whose ticket was made on this engine."""
 
-    request_id: str  # vLLM's
+    request_id: RequestId
     tokens: int  # that the ticket covers
     blocks: int  # that are held
     made: float  # when the ticket was made, in monotonic seconds
     is_conversation: bool = False  # whether it is an answer, held for the next turn
     sample: tuple[str, bytes] = "", b""  # if others use its ticket: see ``Producer``
+    ticket: dict[str, Any] | None = None  # likewise
     headers: Headers = None
     ended: EndedHold | None = None  # how the hold ended on the ranks that have reported that
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadingRequest:
-    """A request whose load is under way on this engine."""
-
-    request_id: str  # vLLM's
-    ticket: Ticket  # which has the prefill engine, and the request's id there
-    tokens: int  # that are loaded
-    begun: float  # when it got its blocks, in seconds since the epoch
-    headers: Headers = None
-    record: LoadRecord | None = None  # the figures of the ranks that have reported them
-    is_aborted: bool = False  # whether the request has ended already
-    is_early: bool = False  # whether the load began before the ticket came
 
 
 class RequestReports:
     """Log one line about each request, at INFO if ``log``, else at DEBUG, and make its spans."""
 
     def __init__(self, *, log: bool = False, spans: RequestSpans | None = None) -> None:
-        self._level = logging.INFO if log else logging.DEBUG
+        self.level = logging.INFO if log else logging.DEBUG
         self._spans = spans
 
-    def load_ended(self, request: LoadingRequest, *, is_loaded: bool) -> None:
+    def load_ended(self, pull: Pull, *, is_loaded: bool) -> None:
         """Report a load. The ranks have logged it if it failed, so only a span is made.
 
         Without figures of a rank, nothing is reported of one that succeeded.
         """
-        record, ticket = request.record, request.ticket
+        record, ticket, headers = pull.record, pull.ticket, pull.request.trace_headers
+        if ticket is None:
+            return
         attributes: dict[str, str | int] = {
-            "request": request.request_id,
+            "request": pull.name,
             "prefill_request": ticket.request,
             "prefill_engine": ticket.engine,
-            "tokens": request.tokens,
+            "tokens": pull.tokens,
         }
         if not is_loaded and self._spans is not None:
-            self._spans.failed(request.headers, request.begun, **attributes)
+            self._spans.failed(headers, pull.begun, **attributes)
         if not is_loaded or record is None:
             return
         waited, read = record.waiting_and_reading
         logger.log(
-            self._level,
+            self.level,
             "request %s (here %s): loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in "
             "%.1f ms",
             on_one_line(ticket.request),
-            on_one_line(request.request_id),
-            request.tokens,
+            on_one_line(pull.name),
+            pull.tokens,
             record.nbytes / (1 << 20),
-            f" ({record.early_nbytes / (1 << 20):.1f} early)" if request.is_early else "",
+            f" ({record.early_nbytes / (1 << 20):.1f} early)" if pull.is_early else "",
             on_one_line(ticket.engine, MAX_NAME),
             waited * 1e3,
             read * 1e3,
         )
         if self._spans is not None:
-            early = {"early_bytes": record.early_nbytes} if request.is_early else {}
-            self._spans.loaded(request.headers, record, **attributes, bytes=record.nbytes, **early)
-
-    def nothing_loaded(self, request_id: str, ticket: Ticket, why: str) -> None:
-        """Report a request that gave its ticket back without a load, and why."""
-        logger.log(
-            self._level,
-            "request %s (here %s): loaded nothing from %s: %s",
-            on_one_line(ticket.request),
-            on_one_line(request_id),
-            on_one_line(ticket.engine, MAX_NAME),
-            why,
-        )
-
-    def answer_not_held(self, request_id: str, why: str) -> None:
-        """Report a request whose answer gets no ticket for the next turn: cause and remedy."""
-        logger.log(
-            self._level,
-            "request %s: its answer is not held for the next turn, which computes it again: %s",
-            on_one_line(request_id),
-            why,
-        )
+            early = {"early_bytes": record.early_nbytes} if pull.is_early else {}
+            self._spans.loaded(headers, record, **attributes, bytes=record.nbytes, **early)
 
     def hold_ended(self, request: HeldRequest, end: HoldEnd, seconds: float) -> None:
         """Report that blocks are no longer held."""
         reader = request.ended.engine if request.ended is not None else ""
         logger.log(
-            self._level,
+            self.level,
             "request %s: %d tokens, %d blocks, %s%s after %.2f s",
             on_one_line(request.request_id),
             request.tokens,

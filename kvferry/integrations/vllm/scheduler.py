@@ -1,18 +1,17 @@
 """The scheduler half of the connector: follows requests, and builds the messages for the workers.
 
-It joins both roles that an engine may have, ``Producer`` and ``Consumer``, and owns the side
-channel.
+It joins both roles that an engine may have, ``Producer`` and ``Consumer``, owns the side channel,
+and ends holds and loads when vLLM pauses, resets its prefix cache, or gets other weights (ADR 21).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.core.directory import Directory, RoomFollower
-from kvferry.core.lifecycle.holds import random_incarnation
 from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.integrations.vllm import compat_029, missing_hooks, staging
@@ -22,11 +21,10 @@ from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.engine_facts import engine_facts
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata
 from kvferry.integrations.vllm.metrics_export import FerryStats
-from kvferry.integrations.vllm.pauses import Pauses
 from kvferry.integrations.vllm.prefix_cache import PrefixCache
 from kvferry.integrations.vllm.producer import Producer
 from kvferry.integrations.vllm.security import security_files, warn_of_open_access
-from kvferry.integrations.vllm.side_channel import EngineSideChannel, loopback_risk, serve
+from kvferry.integrations.vllm.side_channel import loopback_risk, serve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,8 +65,7 @@ class FerryScheduler:
         self._scheduler_class = vllm_config.scheduler_config.get_scheduler_cls()
         # Requests whose ticket is checked once the content of their LoRA adapter is known.
         self._unchecked: dict[str, Request] = {}
-        self._load_blocks = compat_029.LoadBlocks()
-        self._failed_requests = compat_029.FailedRequests()
+        self._failing_loads = compat_029.FailingLoads()
         self._rooms = Rooms()
         self._producer = Producer(facts, rooms=self._rooms)
         options = endpoint_options(config, access)
@@ -83,18 +80,8 @@ class FerryScheduler:
             follower=self._follower,
             prefix_cache=self._prefix_cache,
         )
-        self.pauses = Pauses(
-            producer=self._producer,
-            consumer=self._consumer,
-            adapters=self._adapters,
-            weights=facts.weights,
-        )
-        self._serving = EngineSideChannel(
-            engine=facts.engine,
-            incarnation=random_incarnation(),
-            host=config.side_channel_host,
-            key=access.public,
-        )
+        # Whether the pause that began last clears vLLM's caches.
+        self._clears_caches = False
         warn_of_open_access(facts.security, config.side_channel_host)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         risk = loopback_risk(config, chosen="side_channel_host" in extra)
@@ -104,7 +91,6 @@ class FerryScheduler:
         self._server: HandshakeServer | None = None
         self._problems: dict[int, tuple[str, ...]] = {}
         self._problems_changed = 0.0
-        self._published: tuple[bytes, ...] = ()
         self._unsent_ranks: tuple[bytes, ...] = ()
 
     # The hooks of vLLM's connector for the scheduler's role, which the connector passes on.
@@ -115,7 +101,7 @@ class FerryScheduler:
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Have vLLM call the hooks that it lacks."""
-        missing_hooks.install(pool, self._scheduler_class, self.pauses)
+        missing_hooks.install(pool, self._scheduler_class, self)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], object]
@@ -123,14 +109,15 @@ class FerryScheduler:
         """Open the side channel, on which other engines fetch what this engine's ranks published.
 
         ``metadata`` is by (pipeline rank, tensor rank); what other connectors published is ignored.
-        If no rank published anything, log a warning and open nothing. vLLM 0.33 calls this again
-        when an engine is woken up: if the ranks published the same as before, the side channel
-        stays open at its address, which tickets name.
+        If no rank published anything, log a warning and open nothing. When an engine is woken up,
+        vLLM 0.33 calls this again: the side channel stays open at its address, which tickets name.
 
         Raises:
             ConfigError: The prefix cache would get pages that are not whole (``PrefixCache``).
             HandshakeError: The address cannot be bound; names the setting to change.
         """
+        if self._server is not None:
+            return
         self._prefix_cache.check()
         handshakes = [
             value for _, value in sorted(metadata.items()) if isinstance(value, RankHandshake)
@@ -142,19 +129,15 @@ class FerryScheduler:
                 "connector that shakes hands"
             )
             return
-        published = tuple(handshake.payload for handshake in handshakes)
-        if self._server is not None and published == self._published:
-            return
-        self._close_server()
-        self._published = self._unsent_ranks = published
+        self._unsent_ranks = tuple(handshake.payload for handshake in handshakes)
         holds = None
         if counts := [each.host_pages for each in handshakes if each.host_pages]:
             holds, loads = staging.host_pages(counts, self._facts)
             holds.ranks = len(handshakes)
-            self._consumer.set_host_pages(loads)
+            self._consumer.pages.host = loads
         self._producer.set_ranks(len(handshakes), holds)
-        self._serving, self._server = serve(
-            published,
+        self._producer.serving, self._server = serve(
+            self._unsent_ranks,
             self._facts,
             problems=self._current_problems,
             revoke=self._producer.ask_revocation,
@@ -198,12 +181,12 @@ class FerryScheduler:
         self._unchecked.pop(request.request_id, None)
         self._producer.take_on(request)
         self._consumer.blocks_allocated(request, blocks, num_external_tokens)
-        self._load_blocks.allocated(request.request_id, blocks, num_external_tokens)
+        self._failing_loads.allocated(request.request_id, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """Return the messages to the workers for this step."""
         ranks, self._unsent_ranks = self._unsent_ranks, ()
-        self._producer.publish_parts(scheduler_output, self._serving)
+        self._producer.publish_parts(scheduler_output)
         for request in list(self._unchecked.values()):  # those, too, that vLLM does not ask about
             self._waits_for_adapter(request)
         loads = self._consumer.drain()
@@ -220,7 +203,6 @@ class FerryScheduler:
             asks_adapters=self._adapters.next_step(),
             idle=scheduler_output.total_num_scheduled_tokens == 0,
             follows=self._consumer.follows or bool(self._unchecked),
-            blocks=self._load_blocks.take(),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -238,7 +220,7 @@ class FerryScheduler:
         if report.problems:
             self._problems = {**self._problems, **report.problems}
             self._problems_changed = time.monotonic()
-        failed = self._failed_requests.among_finished(connector_output, report.failed)
+        failed = self._failing_loads.failed(connector_output)
         self._consumer.loads_finished(connector_output.finished_recving or (), failed)
 
     def request_finished(
@@ -259,7 +241,7 @@ class FerryScheduler:
         self._unchecked.pop(request.request_id, None)
         first_tokens = self._consumer.first_tokens(request.request_id)
         self._consumer.request_finished(request)
-        params = self._producer.request_finished(request, block_ids, self._serving, first_tokens)
+        params = self._producer.request_finished(request, block_ids, first_tokens)
         # At once, so that the ticket is revoked if its last step loaded other files.
         self._adapters.end(request.request_id)
         return params is not None and self._producer.holds(request.request_id), params
@@ -285,7 +267,7 @@ class FerryScheduler:
     def get_kv_connector_stats(self) -> FerryStats | None:
         """Return the scheduler half's metrics since the last call; ``None`` if there are none."""
         self._producer.update_metrics()
-        self._consumer.update_metrics()
+        self._consumer.pages.update_metrics(self._facts.metrics)
         data = self._facts.metrics.take()
         return FerryStats(data=data) if data else None
 
@@ -294,8 +276,69 @@ class FerryScheduler:
         self._directory.close()
         self._follower.close()
         self._security_files.close()
-        self._close_server()
+        if self._server is not None:
+            self._server.close()
         self._adapters.close()
+
+    # The hooks that vLLM lacks; ``missing_hooks`` has vLLM call them.
+
+    def before_pause(self, *, keeps: bool, clears: bool) -> None:
+        """Take notice of a pause in which vLLM ``keeps`` its requests, or has none in the end.
+
+        With ``clears``, it resets its caches once no request is left, or all are kept, and
+        ``holds_up_pause`` is false: end all holds, and the loads of requests that are kept.
+        """
+        self._clears_caches = clears
+        if clears:
+            self._producer.reset()
+        if clears and keeps:
+            self._consumer.abort_loads()
+
+    def holds_up_pause(self) -> bool:
+        """Return whether holds or loads are to end before vLLM resets its caches in a pause.
+
+        Tickets that were made meanwhile end, too.
+        """
+        return self._clears_caches and (self._producer.reset() or self._consumer.is_loading)
+
+    def before_reset(self, *, preempts: bool) -> bool:
+        """End all holds, and loads if all that runs is preempted, so that the next reset succeeds.
+
+        Returns:
+            Whether this reset must fail, since not all workers have reported that holds have ended.
+        """
+        if preempts:
+            self._consumer.abort_loads()
+        return self._producer.reset()
+
+    def weights_loaded(self) -> None:
+        """Take notice of other weights, with which pages of before must not be decoded."""
+        self._facts.weights.loaded()
+        self._consumer.weights_changed()
+
+    def weights_named(self, version: object) -> None:
+        """Take the version of the weights that were loaded last."""
+        self._facts.weights.set(version)
+        self._consumer.weights_changed()
+
+    def doomed(self, output: KVConnectorOutput) -> list[str]:
+        """Return the requests that must fail, by the workers' merged reports of a step.
+
+        They would decode pages of other weights than their adapter's. They end with an error,
+        whatever ``kv_load_failure_policy``, before vLLM uses what the step has computed of them,
+        and their blocks leave the prefix cache. ADR 17 says why vLLM cannot be told of them.
+        """
+        return [
+            request_id
+            for report in _reports(output)
+            for request_id in self._adapters.contradicted(report.adapters)
+            if self._consumer.adapter_changed(request_id)
+        ]
+
+    def failed_blocks(self, output: KVConnectorOutput) -> set[int]:
+        """Return the blocks of failed loads for vLLM 0.29; others take the ids of requests."""
+        failed = (request_id for report in _reports(output) for request_id in report.failed)
+        return self._failing_loads.blocks(output, failed)
 
     def _waits_for_adapter(self, request: Request) -> bool:
         """Return whether a ticket cannot be checked yet; if it can, check it."""
@@ -312,11 +355,13 @@ class FerryScheduler:
         problems = sorted(self._problems.items())
         return [f"rank {rank}: {problem}" for rank, each in problems for problem in each]
 
-    def _close_server(self) -> None:
-        """Close the side channel's server, if there is one."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+
+def _reports(output: KVConnectorOutput) -> Iterator[RankReport]:
+    """Yield the merged report of the ranks, if they have made one."""
+    found = output.kv_connector_worker_meta
+    for report in getattr(found, "metadata", (found,)):  # MultiConnector's: one per connector
+        if isinstance(report, RankReport):
+            yield report
 
 
 def _is_transferred(request: Request) -> bool:

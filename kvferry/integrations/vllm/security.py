@@ -30,10 +30,7 @@ class SecuritySettings:
 def read_security_settings(config: Config) -> SecuritySettings:
     """Read the keys and secrets that the configuration names.
 
-    Raises:
-        ConfigError: A key or secret cannot be read or is malformed, or only one of
-            ``curve_secret_key`` and ``curve_peers`` is set. The message names each setting that is
-            wrong, and never shows a secret.
+    Raises ``ConfigError`` with each setting that is wrong, but without secrets.
     """
     settings, problems = examine_security_settings(config)
     if problems:
@@ -62,10 +59,7 @@ def _ticket_secrets(config: Config) -> tuple[TicketSecrets | None, list[str]]:
 
 
 def open_access_risks(security: SecuritySettings, host: str) -> Iterator[str]:
-    """Yield a warning for each setting that leaves access to this engine open, and what to set.
-
-    On a loopback address, only for secrets that other users can read.
-    """
+    """Yield a warning for each setting that leaves access to this engine open, and what to set."""
     yield from security.exposed
     yield from open_peer_risks(security.access, host)
     if security.secrets is None and not is_loopback_host(host):

@@ -25,9 +25,9 @@ class EngineSideChannel:
     """An engine and the address of its side channel, as tickets name them."""
 
     engine: str
-    incarnation: int
-    host: str
-    port: int = 0  # before it is open
+    incarnation: int = 0
+    host: str = ""
+    port: int = 0  # before it is open: every reader refuses that
     key: bytes = b""  # its public key; empty if it is not encrypted
 
 

@@ -1,8 +1,4 @@
-"""Staging in the scheduler half: which host pages a request has in place of its blocks.
-
-That is for requests that are prefilled here for other engines, and for loads. Where the cache is
-not staged, requests have their blocks, and there is nothing to do.
-"""
+"""Staging in the scheduler half: which host pages a request has in place of its blocks."""
 
 from __future__ import annotations
 
@@ -23,16 +19,11 @@ if TYPE_CHECKING:
     from kvferry.integrations.vllm.cache_groups import CacheGroup
     from kvferry.integrations.vllm.engine_facts import EngineFacts
 
-Ids = TypeVar("Ids", bound=Iterable[int])
-"""Ids of the pages of a cache group."""
+Ids = TypeVar("Ids", bound=Iterable[int])  # of the pages of a cache group
 
 
 def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
-    """Return whether a cache in this device's memory is handed over by host memory.
-
-    Raises:
-        ConfigError: ``kv_buffer_device`` names another device.
-    """
+    """Return whether a cache is staged; ``ConfigError`` if ``kv_buffer_device`` is another's."""
     configured = transfer.kv_buffer_device
     if configured not in (device, "cpu"):
         raise ConfigError(
@@ -44,11 +35,11 @@ def is_staged(transfer: KVTransferConfig, config: Config, device: str) -> bool:
 
 
 def host_pages(ranks: Iterable[int], facts: EngineFacts) -> tuple[HostPages, HostPages]:
-    """Return the host pages of an engine: those for holds, and those for loads.
+    """Return an engine's host pages for holds, and for loads.
 
-    An engine that both prefills for others and loads has half of them for each: if they shared
-    them, two engines that wait for each other could wait until they give up. ``ranks`` is how many
-    each rank has, the hole included.
+    Each of the ``ranks`` has so many, with the hole. An engine that both prefills for others and
+    loads has half of them for each: if they shared them, two engines that wait for each other could
+    wait until they give up.
     """
     pages = min((pages for pages in ranks if pages < NO_LIMIT), default=HOLE + 1)
     if not facts.may_load:
@@ -67,9 +58,10 @@ class NoHostPagesError(KVFerryError):
 
 
 class PageSource:
-    """Give requests host pages, if the cache is staged, and the copies between these and blocks.
+    """Give requests host pages, and the copies between these and blocks, if the cache is staged.
 
-    ``host`` is set before the first request. ``use`` is a label of metrics.
+    If not, requests have their blocks. ``host`` is set before the first request. ``use`` is a label
+    of metrics.
     """
 
     def __init__(self, facts: EngineFacts, *, use: str) -> None:

@@ -6,17 +6,17 @@ ranks check the ticket's proof and slot word when they read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvferry.core.errors import HandshakeError, TicketError, TicketReason
 from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.security import TicketSecrets
+from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.adapter_hashes import AdapterError
 from kvferry.integrations.vllm.engine_facts import EngineFacts
 from kvferry.integrations.vllm.prompts import common_tokens, handed_over_tokens, prompt_digest
 from kvferry.integrations.vllm.request_ids import prompt_index
-from kvferry.integrations.vllm.ticket_format import KEY, Part, read_room, read_ticket
+from kvferry.integrations.vllm.ticket_format import KEY, Part, read_part, read_room, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -27,11 +27,6 @@ class TicketAdmission:
     """Check the tickets of requests, and parts of them, for an engine."""
 
     facts: EngineFacts
-
-    @property
-    def secrets(self) -> TicketSecrets | None:
-        """One of these must have signed a ticket; ``None`` if it must not be signed."""
-        return self.facts.security.secrets
 
     def is_turn(self, request: Request) -> bool:
         """Return whether a request that is prefilled here comes with the last answer's ticket."""
@@ -71,16 +66,32 @@ class TicketAdmission:
         self._check_maker(producer.engine, producer.key)
         return name, producer
 
-    def check_part(self, request: Request, part: Part) -> None:
-        """Refuse a part of a ticket that does not fit a request.
+    def admit_part(
+        self, request: Request, news: RoomNews, producer: PeerKey, total: int | None
+    ) -> Part:
+        """Return the part of a ticket that ``producer`` has published for a request, or refuse it.
 
-        The prompt is compared with ``verify_prompt`` false, too: it is not the router that hands
-        over a part, and an older build has one ticket for all requests with one ``transfer_id``.
+        The part before was for ``total`` tokens. The prompt is compared with ``verify_prompt``
+        false, too: it is not the router that hands over a part, and an older build has one ticket
+        for all requests with one ``transfer_id``.
         """
-        self._check_maker(part.ticket.engine, part.ticket.key)
-        self.facts.weights.check(part.ticket.weights)
-        self._check_prompt(request, part.ticket)
+        secrets, prompt = self.facts.security.secrets, request.num_prompt_tokens
+        part = read_part(news.part, secrets, is_last=news.is_last, prompt=prompt)
+        ticket = part.ticket
+        if (ticket.engine, part.total) != (producer.engine, total or part.total):
+            raise TicketError(
+                f"the side channel of engine {producer.engine!r} has a part for {part.total} "
+                f"tokens, of engine {ticket.engine!r}; the one before was for {total}",
+                reason=TicketReason.MISMATCH,
+            )
+        self._check_maker(ticket.engine, ticket.key)
+        self.facts.weights.check(ticket.weights)
+        self._check_prompt(request, ticket)
         self._check_tokens(request, part.total)
+        # It can also be asked for where the router says, unless it is signed.
+        routed = producer.host, producer.port
+        is_known = secrets is not None or routed == (ticket.host, ticket.port)
+        return replace(part, ticket=replace(ticket, routed=None if is_known else routed))
 
     def tokens_to_have(self, request: Request, covered: int | None) -> int:
         """Return how many of a prompt's first tokens are cached or loaded, not computed, here."""
@@ -98,9 +109,8 @@ class TicketAdmission:
     def _admit_maker(self, request: Request) -> Ticket:
         """Return the ticket in a request's params if the engine that made it is admitted."""
         self._check_may_load()
-        ticket = read_ticket(
-            request.kv_transfer_params, self.secrets, prompt=request.num_prompt_tokens
-        )
+        params, secrets = request.kv_transfer_params, self.facts.security.secrets
+        ticket = read_ticket(params, secrets, prompt=request.num_prompt_tokens)
         self._check_maker(ticket.engine, ticket.key)
         self.facts.weights.check(ticket.weights)
         return ticket

@@ -204,11 +204,6 @@ class Part:
     is_last: bool
 
 
-def encode_part(params: Mapping[str, Any]) -> bytes:
-    """Return params as they are published in a room."""
-    return msgspec.json.encode(params)
-
-
 def read_part(
     data: bytes,
     secrets: TicketSecrets | None = None,

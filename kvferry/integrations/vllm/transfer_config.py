@@ -33,7 +33,7 @@ OLD_KEYS = ("kv_buffer_size", "kv_ip", "kv_parallel_size", "kv_rank")
 
 
 def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
-    """Return the keys and values that select ``KVFerryConnector``: all, or those of children."""
+    """Return the parts that select ``KVFerryConnector``: the whole, or children."""
     whole = as_mapping(transfer)
     if _is_own(whole):
         return [whole]
@@ -45,14 +45,14 @@ def own_transfers(transfer: object) -> list[Mapping[str, Any]]:
 
 
 def as_mapping(transfer: object) -> Mapping[str, Any]:
-    """Return vLLM's ``KVTransferConfig``, its keys and values, or ``None`` as keys and values."""
+    """Return what may be vLLM's ``KVTransferConfig`` or ``None`` as keys and values."""
     if isinstance(transfer, Mapping):
         return transfer
     return dict(vars(transfer)) if transfer is not None else {}
 
 
 def extra_of(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the ``kv_connector_extra_config`` of a connector's configuration."""
+    """Return ``kv_connector_extra_config``, empty if it is none."""
     extra = transfer.get(EXTRA)
     return extra if isinstance(extra, Mapping) else {}
 

@@ -19,17 +19,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (0, 29)
-"""The oldest version of vLLM on which the connector was run."""
+# The versions of vLLM on which the connector was run.
+OLDEST, NEWEST = (0, 29), (0, 32)
 
-NEWEST = (0, 32)
-"""The newest version of vLLM on which the connector was run."""
-
-READ = ((0, 33),)
-"""Later versions of vLLM whose source was read for the connector, which was not run on them."""
-
-RECORD_BYTES = 528
-"""Size of a row of DeepSeek V4.1's cache, in bytes."""
+RECORD_BYTES = 528  # of a row of DeepSeek V4.1's cache
 
 
 # Which version this is.
@@ -50,8 +43,8 @@ def opaque_release() -> str:
     """Return a text that two engines must have in common to exchange pages of unknown content.
 
     In another release of vLLM, a backend can fill its pages in another order without another name
-    or shape: from 0.31 to 0.32, FLASHINFER's NVFP4 pages changed in this way. The text begins with
-    a space; it is empty for 0.32.
+    or shape, as FLASHINFER did with NVFP4 from 0.31 to 0.32. The text begins with a space; it is
+    empty for 0.32.
     """
     version = vllm_version()
     release = _release(version) if version is not None else (0, 32)
@@ -71,11 +64,10 @@ def warn_outside_window() -> None:
     version = vllm_version()
     if version is not None and not is_in_window(version):
         logger.warning(
-            "the connector was not run on vLLM %s, only on %s%s: compare the texts of a few "
+            "the connector was not run on vLLM %s, only on %s: compare the texts of a few "
             "prompts with those of an engine without the connector before you rely on it",
             version,
             window(),
-            " (the source of this version was read)" if _release(version) in READ else "",
         )
 
 
@@ -162,10 +154,9 @@ def is_a(spec: KVCacheSpec, *names: str) -> bool:
 
 
 def hashed_blocks(manager: KVCacheManager, group: int) -> dict[str, int] | None:
-    """Return vLLM's record of how many of each request's first blocks need no hash any more.
+    """Return vLLM's record, to be changed, of how many of a request's blocks need no hash any more.
 
-    vLLM hashes a request's further full blocks only, for its prefix cache. The record, to be
-    changed, has been the same from 0.29 to 0.33 (``num_cached_block`` in
+    It has been the same from 0.29 to 0.33 (``num_cached_block`` in
     ``single_type_kv_cache_manager.py``); ``None`` if this vLLM has none there.
     """
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())

@@ -1,19 +1,14 @@
-"""The worker half of the connector: one rank's caches behind an ``Endpoint``.
-
-``FerryWorker.apply`` passes on the scheduler's messages of each step, and ``results`` returns the
-requests whose sends and loads are over.
-"""
+"""The worker half of the connector: one rank's caches behind an ``Endpoint``."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.core import messages as wire
 from kvferry.core import side_channel_messages
-from kvferry.core.directory import ProducerNews
 from kvferry.core.endpoint import Endpoint, Results
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import TicketError
@@ -51,28 +46,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.005
-"""Longest wait for a result, in seconds, in a step without tokens while loads or problems exist.
+# How long a step without tokens waits for a result. The wait releases the interpreter's lock: an
+# engine that spins would starve the endpoint's thread, and keep a core busy. A request that arrives
+# meanwhile is delayed by no more than this.
 
-The wait releases the interpreter's lock; an engine that spins would starve the endpoint's thread. A
-request that arrives during the wait is delayed by no more than this.
-"""
+IDLE_SECONDS = 0.005
+"""The longest wait, while loads or problems exist."""
 
 ASKING_SECONDS = 0.001
-"""Longest wait for a result, in seconds, in such a step while a handshake has just begun, or while
-requests wait for the engines that prefill them, or for the content of a LoRA adapter.
-
-The scheduler half makes the handshake, and follows the requests; it passes on what it learns with
-the next step.
+"""That while the scheduler half has yet to pass on what requests wait for: a handshake, the engines
+that prefill them, or the content of a LoRA adapter.
 """
 
 QUIET_SHARE = 0.1
-"""How long a step without tokens waits because pages are held, as a share of the time for which
-nothing was computed; at most ``IDLE_SECONDS``.
-
-Without the wait, such steps keep a core busy. A request that comes meanwhile is delayed by no more
-than this share of the time for which the engine had nothing to do.
-"""
+"""The wait because pages are held, as a share of the time for which nothing was computed."""
 
 
 class FerryWorker:
@@ -98,20 +85,14 @@ class FerryWorker:
         self._endpoint = endpoint
         self._kept_elsewhere = kept_elsewhere
         self._staged = staged
-        self._over: list[str] = []
         self._security_files = security_files
         self._follows = follows
-        # For the next report.
-        self._loads: dict[str, LoadRecord] = {}
-        self._ended: dict[str, EndedHold] = {}
+        self._unreported: list[Results] = []
         self._drain = drain
         self._mark_work = mark_work
-        self._idle = False
-        self._follows_rooms = False
+        self._step = StepMetadata()
         self._has_reported_loads = False
         self._computed = time.monotonic()
-        self._asks_silent = False
-        self._news = ProducerNews()
         self._problems: tuple[str, ...] = ()
         self.handshake = RankHandshake(
             payload=side_channel_messages.encode(endpoint.payload),
@@ -140,34 +121,27 @@ class FerryWorker:
             self._endpoint.refuse(RequestId(request), TicketError(reason))
         for request in step.aborted:
             self._endpoint.abort(RequestId(request))
-        self._news = step.producers
         if step.producers:
             self._endpoint.relay(step.producers)
-        self._asks_silent = step.asks_silent
-        self._idle = step.idle
-        self._follows_rooms = step.follows
+        self._step = step
 
     def results(self) -> KVConnectorTransferResults:
-        """Return the requests whose sends and loads are over.
-
-        In a step without tokens to compute, which vLLM makes with hardly a pause, it may wait for
-        up to ``IDLE_SECONDS``.
-        """
-        if not self._idle:
+        """Return the requests whose sends and loads are over; in an idle step, it may wait."""
+        if not self._step.idle:
             self._computed = time.monotonic()
         elif (seconds := self._longest_wait()) > 0:
             self._endpoint.wait(seconds)
         results = self._endpoint.results()
         self._has_reported_loads = bool(results.received)
-        self._collect(results)
-        failed = {*results.failed, *self._not_whole(results)}
+        self._unreported.append(results)
+        failed = {*results.failed, *self._not_whole(results.loads)}
         return compat_029.transfer_results(
             sent=set(results.sent), received=set(results.received), failed=failed
         )
 
-    def _not_whole(self, results: Results) -> Iterator[str]:
+    def _not_whole(self, loads: Iterable[LoadRecord]) -> Iterator[str]:
         """Yield requests with an incomplete page that other connectors would keep."""
-        for record in results.loads:
+        for record in loads:
             tokens = record.first_tokens
             if any(g.splits_page(t) for g, t in zip(self._kept_elsewhere, tokens, strict=False)):
                 logger.warning(
@@ -180,33 +154,17 @@ class FerryWorker:
                 yield record.request
 
     def _longest_wait(self) -> float:
-        """Return for how many seconds an idle step may wait for a result; 0 for not at all.
-
-        With asynchronous scheduling, vLLM takes notice of a step's report when it has run the next
-        one: so a step that follows a report of loads does not wait.
-        """
         if self._has_reported_loads:
+            # With asynchronous scheduling, vLLM takes notice of that when it has run this step.
             return 0.0
-        if self._news.is_quick or self._follows_rooms:
+        news = self._step.producers
+        if news.is_quick or self._step.follows:
             return ASKING_SECONDS
-        if self._endpoint.pending or self._news.is_asking or self._problems:
+        if self._endpoint.pending or news.is_asking or self._problems:
             return IDLE_SECONDS
         if self._endpoint.held:
             return min(IDLE_SECONDS, QUIET_SHARE * (time.monotonic() - self._computed))
         return 0.0
-
-    def _collect(self, results: Results) -> None:
-        """Keep the figures of loads, and how holds ended, for the next report."""
-        if self._staged is not None:
-            self._over += [hold.request for hold in results.ended]
-        usual = () if self._follows else (HoldEnd.READ,)
-        for hold in results.ended:
-            if hold.end is not None and hold.end not in usual:
-                self._ended[hold.request] = hold
-        for record in results.loads:
-            wanted = self._follows or any(record.first_tokens)
-            if record.reads and record.error is None and wanted:
-                self._loads[record.request] = record
 
     def take_stats(self) -> FerryStats | None:
         """Return the metrics counted since the last call, or ``None`` if there are none."""
@@ -216,11 +174,22 @@ class FerryWorker:
     def take_report(self) -> RankReport | None:
         """Return what this rank has to report of this step; ``None`` if it is nothing."""
         rank, problems = self._endpoint.payload.rank, self._endpoint.problems
-        changed, asked = problems != self._problems, self._asks_silent
-        self._problems, self._asks_silent = problems, False
-        loads, self._loads = self._loads, {}
-        ended, self._ended = self._ended, {}
-        over, self._over = tuple(self._over), []
+        changed, asked = problems != self._problems, self._step.asks_silent
+        self._problems = problems
+        unreported, self._unreported = self._unreported, []
+        holds = [hold for results in unreported for hold in results.ended]
+        over = tuple(hold.request for hold in holds) if self._staged is not None else ()
+        usual = (None,) if self._follows else (None, HoldEnd.READ)
+        ended: dict[str, EndedHold] = {
+            hold.request: hold for hold in holds if hold.end not in usual
+        }
+        loads = {
+            record.request: record
+            for results in unreported
+            for record in results.loads
+            if record.reads and record.error is None
+            if self._follows or any(record.first_tokens)
+        }
         wanted = self._endpoint.take_wanted()
         if not (changed or asked or loads or ended or over or wanted):
             return None
@@ -250,8 +219,7 @@ class UnreadRankWorker:
     as soon as there is a ticket. A request whose ticket was refused must fail on every rank.
     """
 
-    handshake = None
-    """This rank publishes nothing."""
+    handshake = None  # it publishes nothing
 
     def __init__(self) -> None:
         self._held: dict[Hold, RequestId] = {}
@@ -259,7 +227,7 @@ class UnreadRankWorker:
         self._refused: set[str] = set()
 
     def apply(self, step: StepMetadata) -> None:
-        """Record for ``results`` which requests got a ticket, and whose ticket was refused."""
+        """Note which requests got a ticket, and whose ticket was refused."""
         orders = step.orders
         for hold in orders.drops:  # holds that ended without a ticket
             self._held.pop(hold, None)
@@ -292,11 +260,11 @@ def start_worker(
     *,
     has_siblings: bool = False,
 ) -> FerryWorker | UnreadRankWorker:
-    """Return the worker half of the connector for this process's rank.
+    """Return the worker half of this process's rank.
 
-    Every worker of the engine must call this at the same point of its start, because the ranks
-    exchange a random number during the call. vLLM owns ``caches`` (by layer), and must keep them
-    until after ``close``. Siblings are other connectors, which may keep the pages of a load.
+    All workers of the engine must call this together, because they exchange a random number. vLLM
+    owns ``caches`` (by layer), and must keep them until after ``close``. Siblings are other
+    connectors, which may keep the pages of a load.
 
     Raises:
         ConfigError: A kind of cache, its memory, or another setting is refused.
@@ -308,25 +276,22 @@ def start_worker(
         return UnreadRankWorker()
     config = configuration.engine_config(vllm_config)
     checks.check_caches(vllm_config.kv_transfer_config, kv_cache_config)
-    # A pipeline stage may have no layer with a cache: then the platform's device counts.
-    found = [cache.device for cache in caches.values()]
-    device = found[0] if found else platform_device()
-    transfer = vllm_config.kv_transfer_config
-    staged = None
+    # A pipeline stage may have no layer with a cache.
+    device = next((cache.device for cache in caches.values()), None) or platform_device()
     check_has_streams(device)
-    enter = thread_setup(device)
+    enter, transfer = thread_setup(device), vllm_config.kv_transfer_config
     facts = layer_facts(vllm_config, kv_cache_config, position.shard)
     security = read_security_settings(config)
     layout = describe(caches, kv_cache_config, facts=facts, position=position.shard)
     groups = cache_groups(kv_cache_config, position.shard.dcp_size)
+    staged = None
     if is_staged(transfer, config, device.type):
-        longest = vllm_config.model_config.max_model_len
         staged = host_pool.stage(
             caches.values(),
             layout,
             config=config,
             pages=kv_cache_config.num_blocks,
-            largest=most_pages(groups, longest),
+            largest=most_pages(groups, vllm_config.model_config.max_model_len),
             uses=transfer.is_kv_producer + transfer.is_kv_consumer,
             device=device,
             enter=enter,
@@ -344,14 +309,12 @@ def start_worker(
         copies=staged,
     )
     who = f"rank {endpoint.payload.rank}"
-    files = SecurityFiles(config.curve_peers, security.access, who=who)
-    follows = is_followed(log=config.log_requests) or is_traced(vllm_config)
     return FerryWorker(
         endpoint,
         work_marker(device),
         config.drain_timeout,
-        files,
-        follows=follows,
+        SecurityFiles(config.curve_peers, security.access, who=who),
+        follows=is_followed(log=config.log_requests) or is_traced(vllm_config),
         staged=staged,
         kept_elsewhere=groups if has_siblings else (),
     )

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
-import zmq
 
 from kvferry.core.directory import RoomFollower, room_follower, room_questions
 from kvferry.core.errors import (
@@ -129,20 +128,6 @@ def test_a_request_hears_of_its_room_until_the_ticket(at: Scene) -> None:
     assert at.news("d") is None
     at.clock.skip(1000.0)
     assert not at.pending
-
-
-def test_requests_of_one_room_hear_the_newest_whenever_they_come(at: Scene) -> None:
-    at.rooms.open(A)
-    at.follow("d-1", A)
-    at.rooms.publish(A, b"one")
-    assert at.part("d-1") == b"one"
-    at.follow("d-2", A)
-    assert at.part("d-2") == b"one"
-    at.rooms.finish(A, b"ticket")
-    assert [at.part(each) for each in ("d-1", "d-2")] == [b"ticket"] * 2
-    at.end("d-1")
-    at.follow("d-3", A)
-    assert at.part("d-3") == b"ticket"
 
 
 def test_requests_with_one_name_and_unlike_prompts_hear_of_their_own_over_one_connection(
@@ -305,9 +290,9 @@ def test_a_producer_without_rooms_makes_room_for_another(
     at.finish()
     with producer(at.rooms) as two:
         at.follow("d-1", A)
+        assert at.part("d-1") == b"ticket"
         at.follow("refused", A, two)
         assert "1 prefill engines wait here" in str(at.news("refused"))
-        assert at.part("d-1") == b"ticket"
         at.end("d-1")
         at.follow("d-2", A, two)
         assert at.part("d-2") == b"ticket"
@@ -352,50 +337,50 @@ def test_requests_that_prefill_knows_do_not_make_room(
     assert at.part("d-1") == b"ticket"
 
 
-def test_addresses_that_never_answer_leave_places_to_others(
+def test_producers_that_never_answer_make_room_where_most_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Above all to a producer that has answered before."""
-    monkeypatch.setattr(room_follower, "MAX_SILENT_PRODUCERS", 3)
-    monkeypatch.setattr(room_follower, "MAX_SILENT_AT_HOST", 2)
-    monkeypatch.setattr(room_questions, "LINGER_SECONDS", 0.05)
+    """Those that have answered stay."""
+    monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 4)
     with silent() as nobody, Scene(PATIENT) as at:
-        at.finish()
-        at.follow("first", A)
-        assert at.part("first") == b"ticket"
-        at.end("first")
-        eventually(lambda: not at._producers, "it is followed no more")
-        for index, last in enumerate([3, 3, 3, 2, 4]):
+        at.rooms.open(A)
+        at.follow("honest", A)
+        at.heard("honest")
+        for index, last in enumerate([2, 3, 3, 4]):
             name = f"invented {index}"
             at.follow(index, A, nobody._replace(host=f"127.0.0.{last}", engine=name))
-        assert [at.news(index) for index in (0, 1, 3)] == [None] * 3
-        for index, silent_ones, last in ((2, 2, 3), (4, 3, 4)):
-            error = str(at.news(index))
-            assert f"'invented {index}' at 127.0.0.{last} port {nobody.port} is not asked" in error
-            assert f"{silent_ones} have never answered (at most 3), 2 of them at 127.0.0.3" in error
-            assert "remote_bootstrap_addr" in error
-        at.follow("honest", A)
+        assert [at.news(each) for each in (0, 2, 3, "honest")] == [None] * 4
+        error = str(at.news(1))
+        assert f"'invented 1' at 127.0.0.3 port {nobody.port} makes way" in error
+        assert "of 4 prefill engines" in error
+        at.rooms.finish(A, b"ticket")
         assert at.part("honest") == b"ticket"
 
 
 def test_one_host_does_not_take_every_place(at: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_follower, "MAX_AT_HOST", 1)
+    monkeypatch.setattr(room_follower, "MAX_PRODUCERS", 2)
     at.rooms.open(A)
-    with producer(at.rooms) as two, producer(at.rooms, host="127.0.0.2") as other:
-        for name, key in (("one", at.key), ("two", two), ("other", other)):
+    with (
+        producer(at.rooms) as two,
+        producer(at.rooms) as three,
+        producer(at.rooms, host="127.0.0.2") as other,
+    ):
+        for name, key in (("one", at.key), ("two", two)):
             at.follow(name, A, key)
-        error = at.news("two")
-        assert isinstance(error, HandshakeError)
-        assert "1 prefill engines at 127.0.0.1" in str(error)
-        assert isinstance(at.heard("one"), RoomNews)
+            assert isinstance(at.heard(name), RoomNews)
+        at.follow("three", A, three)
+        assert "2 of them at 127.0.0.1" in str(at.news("three"))
+        at.follow("other", A, other)
+        assert "makes way" in str(at.news("one"))
         assert isinstance(at.heard("other"), RoomNews)
+        assert at.news("two") is None
 
 
 # Hostile side channels.
 
 
 @contextlib.contextmanager
-def hostile(answer: Callable[[Follow], bytes]) -> Iterator[PeerKey]:
+def hostile(answer: Callable[[Follow], bytes | None]) -> Iterator[PeerKey]:
     """Run a side channel that answers every request so."""
     with SideChannel(lambda _, asked: answer(asked) if isinstance(asked, Follow) else None) as made:
         yield PeerKey("prefill", "127.0.0.1", made.port)
@@ -405,13 +390,9 @@ def followed(*rooms: RoomNews, incarnation: int = 7) -> bytes:
     return encode(Followed(incarnation=incarnation, rooms=list(rooms)))
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[PeerKey]:
+def silent() -> contextlib.AbstractContextManager[PeerKey]:
     """Run a side channel that takes connections and requests, and answers nothing."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        socket.linger = 0
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        yield PeerKey("prefill", "127.0.0.1", port)
+    return hostile(lambda _: None)
 
 
 def test_a_silent_side_channel_fails_its_rooms_whatever_requests_come() -> None:

@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.core.driver_calls import transfers as module
 from kvferry.core.driver_calls.error_containment import ErrorContainment
-from kvferry.core.driver_calls.slow_path import Throughput
 from kvferry.core.driver_calls.transfers import CANCEL_SECONDS, Read, Transfers
 from kvferry.core.errors import (
     KVFerryError,
@@ -282,42 +281,6 @@ def test_a_callback_of_a_failed_read_may_cancel_other_queued_reads() -> None:
         read.lost = cancel_too
     harness.transfers.begin_disconnect(ONE)
     assert (len(lost), sorted(harness.outcomes), len(harness.transfers)) == (1, ["b", "c"], 0)
-
-
-def test_reads_are_left_alone_whose_disconnect_a_callback_has_begun(harness: Harness) -> None:
-    """The statuses of both were asked for before."""
-    [read, _] = harness.start("ab")
-    read.landed = lambda _: harness.transfers.begin_disconnect(ONE)
-    harness.end(1, 2)
-    assert list(harness.statuses) == [2], "it is not forgotten meanwhile"
-    assert not harness.outcomes
-    harness.transfers.end_disconnect(ONE, closed=True)
-    harness.transfers.progress()
-    assert harness.outcomes == {"b": None}
-
-
-def test_the_time_of_a_slow_read_is_that_in_the_driver(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither that in the queue nor that to build the copies."""
-    slow, accept, nbytes = list[tuple[int, int, float]](), harness.read, 100 << 20
-    throughput = Throughput(lambda *sizes: slow.append(sizes))
-
-    def build() -> Copies:
-        harness.now += 10.0
-        return copies(nbytes)
-
-    def read(*args: Any) -> TransferId:
-        harness.now += 1.0  # the driver moves the bytes meanwhile
-        return accept(*args)
-
-    harness.start("a", throughput=throughput)  # the first of the connection does not count
-    harness.end(1)
-    monkeypatch.setattr(harness, "read", read)
-    harness.start("b", build=build, throughput=throughput)
-    harness.now += 3.0
-    harness.end(2)
-    assert slow == [(nbytes, 1, 4.0)]
 
 
 # Any order of events.

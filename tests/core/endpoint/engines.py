@@ -125,14 +125,6 @@ class Clock:
     def skip(self, seconds: float) -> None:
         self._ahead += seconds
 
-    def skip_until(self, holds: Callable[[], bool], seconds: float) -> None:
-        """Move the clock forward until ``holds()``: what is to be late may begin only now."""
-        for _ in range(1000):
-            if holds():
-                return
-            self.skip(seconds)
-        raise AssertionError("nothing was late")
-
 
 class RecordingTransport(LoopbackTransport):
     """A transport that records notifications, connections and disconnections."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions, Load, LoadRecord
-from kvferry.core.errors import KVFerryError, PeerLostError, TicketError, TransportError
+from kvferry.core.endpoint import Load, LoadRecord
+from kvferry.core.errors import KVFerryError, TicketError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.planner.build_copies import Pages
@@ -22,20 +21,8 @@ from tests.core.endpoint.engines import (
     DIM,
     HEADS,
     LAYERS,
-    Clock,
     Engine,
     eventually,
-    load,
-    outcomes,
-    pull,
-)
-from tests.core.endpoint.transports import (
-    LOAD_TIMEOUT,
-    PENDING,
-    ScriptedTransport,
-    failed,
-    pass_time,
-    three_engines,
 )
 from tests.core.messages import altered
 
@@ -43,7 +30,6 @@ CHUNK = 8
 """Tokens of a chunk; two pages of prefill."""
 TOKENS = 3 * CHUNK
 TO = [8, 9, 10, 11, 12, 13]
-GARBAGE = np.float32(-1)
 
 
 class Prompt:
@@ -186,30 +172,6 @@ def test_windows_are_read_with_the_last_part() -> None:
         assert np.array_equal(rank.read(1, TO[2:]), rank.values(1, TOKENS)[CHUNK:])
 
 
-def test_only_whole_pages_of_both_engines_are_read_early() -> None:
-    with both(CacheShape(block=2, pages=32)) as (prompt, decode):
-        prompt.compute(1)
-        decode.pull("d", prompt.part(1, tokens=6), TO, early=TOKENS)
-        wait_for(decode, 4)
-        record = finish(prompt, decode)
-        assert record.early_nbytes == CHUNK_NBYTES // 2
-
-
-def test_after_a_preemption_everything_is_read_again(prompt: Prompt, decode: Engine) -> None:
-    begin(prompt, decode)
-    # The old pages are another request's now.
-    prompt.prefill.ranks[0].cache[:, prompt.pages] = GARBAGE
-    decode.ranks[0].cache[:, TO] = GARBAGE
-    prompt.pages = [7, 8, 9, 10, 11, 12]
-    prompt.prefill.take_on("p")
-    prompt.compute(1)
-    decode.extend("d", prompt.part(1))
-    wait_for(decode, CHUNK)
-    assert finish(prompt, decode).early_nbytes == CHUNK_NBYTES
-    prompt.prefill.released("p")
-    assert prompt.prefill.endpoint.held == 0
-
-
 def without_pages(part: Ticket) -> Ticket:
     """Return a part on which the check itself fails."""
     broken = copy.copy(part)
@@ -241,40 +203,6 @@ def test_a_part_that_was_altered_fails_the_load(what: str, is_last: bool) -> Non
         assert isinstance(decode.error("d"), KVFerryError if what == "no pages" else TicketError)
 
 
-def test_an_early_load_does_not_keep_a_connection_on_which_a_read_failed(
-    prefill: Engine, prompt: Prompt, driver: ScriptedTransport
-) -> None:
-    options = EndpointOptions(liveness_interval=0.0)
-    with Engine("decode", options=options, transport=lambda: driver) as decode:
-        begin(prompt, decode, "d-0")
-        driver.statuses[len(driver.pages)] = failed(TransportError("a link flapped"))
-        assert "a link flapped" in str(load(prefill, decode, 7))
-        assert len(driver.connected) == 1
-        pull(prefill, decode, 14)
-        early, other = outcomes(decode, 0, 14)
-        assert isinstance(early, PeerLostError)
-        assert other is None
-        assert len(driver.connected) == 2
-        eventually(lambda: prefill.endpoint.held == 0, "prefill is told")
-
-
-def test_an_idle_early_load_does_not_keep_a_cancelled_read_going(
-    driver: ScriptedTransport, clock: Clock
-) -> None:
-    with three_engines(driver, clock) as (prefill, other, decode):
-        begin(Prompt(prefill), decode, "d-0")
-        eventually(lambda: driver.forgotten == len(driver.pages), "the early load is idle")
-        driver.default = PENDING
-        pull(prefill, decode, 7)
-        eventually(lambda: len(driver.pages) > driver.forgotten, "it is read")
-        decode.endpoint.abort(RequestId("d-7"))
-        eventually(lambda: bool(driver.cancelled), "the read is cancelled")
-        pass_time(clock, other, decode, LOAD_TIMEOUT / 2)
-        early, _ = outcomes(decode, 0, 7)
-        assert isinstance(early, PeerLostError)
-        assert len(driver.disconnected) == 1
-
-
 def test_parts_for_a_request_without_an_early_load_are_ignored(
     prompt: Prompt, decode: Engine
 ) -> None:
@@ -284,16 +212,3 @@ def test_parts_for_a_request_without_an_early_load_are_ignored(
     decode.extend("d", part, is_last=True)
     records(decode)
     assert has_tokens(decode, TOKENS)
-
-
-def test_a_load_that_only_says_done_is_not_taken_for_the_early_load_with_its_id(
-    prompt: Prompt, decode: Engine
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        prompt.compute(1)
-        part = prompt.part(1)
-        decode.pull("d", part, TO, early=TOKENS)
-        elsewhere = replace(part, engine="silent", port=silent.getsockname()[1])
-        decode.pull("d", elsewhere, [], nothing=True)
-        wait_for(decode, CHUNK)
-        finish(prompt, decode)

@@ -29,7 +29,6 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, load, until
-from tests.core.endpoint.transports import ScriptedTransport
 
 
 @pytest.mark.parametrize(
@@ -179,28 +178,6 @@ def test_a_ticket_that_does_not_fit_is_refused(
     if kind is TicketError:
         assert decode.load("d-2", ticket, [3, 4]) is None
     prefill.released("p-1")
-
-
-def test_a_second_engine_with_the_same_name_does_not_end_loads_from_the_first(
-    decode: Engine,
-) -> None:
-    with Engine("prefill") as one, Engine("prefill") as other:
-        assert decode.load("d-1", one.serve("p-1", [1], 4), [2]) is None
-        decode.pull("d-2", one.serve_later("p-2", [3]), [4])
-        assert decode.load("d-3", other.serve("p-1", [5], 4), [6]) is None
-        one.step()
-        assert decode.error("d-2") is None
-
-
-def test_abandon_is_sent_before_the_failure_is_reported(
-    prefill: Engine, driver: ScriptedTransport
-) -> None:
-    """A caller that sees the failure can rely on the producer's being told."""
-    driver.raises["read"] = MemoryError("no room")
-    with Engine("decode", transport=lambda: driver) as decode:
-        assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is not None
-        decode.endpoint.close()
-        prefill.released("p-1")
 
 
 def test_an_overridden_judgement_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

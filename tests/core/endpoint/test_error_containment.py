@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import logging
 import threading
@@ -13,17 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.core.directory import directory
 from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.driver_calls.error_containment import REPEATED, ErrorContainment
-from kvferry.core.endpoint import handshake_reader
 from kvferry.core.errors import (
     EndpointClosedError,
     KVFerryError,
     PeerLostError,
     TransportError,
 )
-from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import LoadMachine
 from kvferry.core.messages import Release
 from kvferry.core.metrics import IGNORED
@@ -43,7 +39,6 @@ from tests.core.endpoint.engines import (
     pull,
 )
 from tests.core.endpoint.transports import (
-    LOAD_TIMEOUT,
     PENDING,
     ScriptedTransport,
     three_engines,
@@ -87,67 +82,23 @@ def test_an_exception_in_a_call_for_one_load_costs_at_most_that_load(
         assert decode.endpoint.healthy
 
 
-def test_a_load_whose_cancel_raises_ends_when_its_read_ends(
-    driver: ScriptedTransport, clock: Clock
-) -> None:
-    with recovering(driver, clock) as (prefill, decode):
-        driver.default, driver.raises["cancel"] = PENDING, ZeroDivisionError("a bug")
-        pull(prefill, decode, 1)
-        eventually(lambda: len(driver.pages) == 1, "it is read")
-        decode.endpoint.abort(RequestId("d-1"))
-        eventually(lambda: bool(driver.cancelled), "the read is cancelled")
-        assert decode.endpoint.pending == 1, "bytes may still land"
-        clock.skip(2.0)  # the grace of the cancelled read
-        driver.default = None
-        assert isinstance(decode.error("d-1"), EndpointClosedError)
-
-
-def test_a_transfer_that_cannot_be_polled_fails_alone_and_only_once_quiesced(
-    driver: ScriptedTransport, clock: Clock
-) -> None:
-    with recovering(driver, clock) as (prefill, decode):
-        driver.default, driver.unknown = PENDING, {0}
-        pull(prefill, decode, 1, 2)
-        eventually(lambda: len(driver.cancelled) == 1, "the first read is cancelled")
-        clock.skip(LOAD_TIMEOUT / 2)
-        driver.default = None
-        assert decode.error("d-2") is None, "another load from the same peer succeeds"
-        error = decode.error("d-1")
-        assert "cannot say how a read stands: unexpected ZeroDivisionError" in str(error)
-        assert len(driver.disconnected) == 1, "only a disconnect proves that no byte lands any more"
-        eventually(lambda: decode.endpoint.healthy, "a round has run since the skip")
-
-
 PROBLEM = "the driver's {} failed, again and again, with ZeroDivisionError: a bug; restart the"
 
 
-def test_a_poll_that_always_raises_is_a_problem_until_it_succeeds(
-    driver: ScriptedTransport, clock: Clock
+@pytest.mark.parametrize("method", ["poll", "notifications"])
+def test_a_call_for_all_peers_that_always_raises_is_a_problem_until_it_succeeds(
+    driver: ScriptedTransport, clock: Clock, method: str
 ) -> None:
     with recovering(driver, clock) as (prefill, decode):
         endpoint = decode.endpoint
-        driver.default, driver.raises["poll"] = PENDING, ZeroDivisionError("a bug")
+        driver.default, driver.raises[method] = PENDING, ZeroDivisionError("a bug")
         pull(prefill, decode, 1)
-        eventually(lambda: not endpoint.healthy, "poll has failed repeatedly")
-        assert endpoint.problems[0].startswith(PROBLEM.format("poll"))
+        eventually(lambda: not endpoint.healthy, "it has failed repeatedly")
+        assert endpoint.problems[0].startswith(PROBLEM.format(method))
         clock.skip(2.0)
-        assert "a bug" in str(decode.error("d-1"))
-        driver.raises.clear()
         driver.default = None
-        assert load(prefill, decode, 2) is None
-        eventually(lambda: endpoint.healthy, "poll has succeeded")
-
-
-def test_a_driver_that_cannot_say_what_has_arrived_is_a_problem_until_it_can(
-    driver: ScriptedTransport, clock: Clock
-) -> None:
-    """Loads go on meanwhile."""
-    with recovering(driver, clock) as (prefill, decode):
-        endpoint = decode.endpoint
-        driver.raises["notifications"] = ZeroDivisionError("a bug")
-        eventually(lambda: not endpoint.healthy, "the problem is known without any load")
-        assert endpoint.problems[0].startswith(PROBLEM.format("notifications"))
-        assert load(prefill, decode, 1) is None
+        error = decode.error("d-1")
+        assert error is None if method == "notifications" else "a bug" in str(error)
         driver.raises.clear()
         eventually(lambda: endpoint.healthy, "the driver works again")
 
@@ -227,50 +178,6 @@ def test_malformed_notifications_are_dropped_and_the_producer_goes_on(
         assert totals.total(IGNORED) == 2, "no note is handled again in place of a malformed one"
 
 
-def test_an_exception_in_handling_one_note_loses_only_that_note(
-    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = prefill.endpoint._hold_server
-    fail_once(monkeypatch, server, "_take")
-    for number in (1, 2):
-        assert load(prefill, decode, number) is None
-    prefill.released("p-2")
-    assert prefill.endpoint.held == 1, "the note of the first is lost"
-    assert prefill.endpoint.healthy, "a peer cannot make the engine unhealthy"
-
-
-def test_a_malformed_ticket_fails_its_load(prefill: Engine, decode: Engine) -> None:
-    """Integrations check tickets too; the endpoint does not rely on that."""
-    ticket = prefill.serve("p-1", [1], TOKENS)
-    for number, (name, value) in enumerate(
-        (
-            ("pages", ((1,), (2,))),
-            ("pages", ((1 << 70,),)),
-            ("pages", (("one",),)),
-            ("first_index", (None,)),
-            ("pages", None),
-        )
-    ):
-        bad = copy.copy(ticket)  # the constructor would refuse these values
-        object.__setattr__(bad, name, value)
-        assert decode.load(f"at-once-{number}", bad, [2]) is not None, value
-        decode.prepare(bad)
-        assert decode.load(f"prepared-{number}", bad, [2]) is not None, value
-    assert decode.load("d-2", ticket, [2]) is None
-
-
-def test_an_exception_in_reading_an_engines_reply_fails_its_loads_and_is_not_kept(
-    prefill: Engine, driver: RecordingTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing has been connected by then."""
-    monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
-    fail_once(monkeypatch, handshake_reader, "page_limits")
-    with Engine("decode", transport=lambda: driver) as decode:
-        assert "unexpected ZeroDivisionError: a bug" in str(load(prefill, decode, 1))
-        assert not driver.connected
-        assert load(prefill, decode, 2) is None
-
-
 def test_an_action_or_a_callback_that_raises_fails_its_load(
     prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +208,7 @@ def test_an_exception_elsewhere_ends_the_endpoint_which_says_so(
         fail_once(monkeypatch, decode.endpoint._calls.transfers, "progress")
         eventually(lambda: not decode.endpoint.healthy, "the endpoint has failed")
         assert decode.endpoint.problems[0] == "the endpoint has failed: a bug"
+        assert decode.endpoint.wait(10.0), "nobody waits for what it will never report"
         with pytest.raises(EndpointClosedError) as raised:
             decode.endpoint.results()
         assert isinstance(raised.value.__cause__, ZeroDivisionError)

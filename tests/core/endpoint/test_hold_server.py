@@ -139,24 +139,3 @@ def test_a_producer_that_could_not_listen_counts_no_consumer_as_dead(rank: Rank)
     assert rank.server.silent() == []
     rank.server.listened(rank.clock())
     assert [each.request for each in rank.server.silent()] == ["p-0", "p-1", "p-2"]
-
-
-def test_leases_that_expire_together_are_one_warning(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    def warnings() -> list[str]:
-        return [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
-
-    rank = Rank(clock, 5)
-    rank.order()
-    rank.server.tick()
-    assert warnings() == []
-    rank.pass_time(100.0)
-    [line] = warnings()
-    assert line.startswith(
-        "request p-0, p-1, p-2 and 2 more: nobody read its pages within the lease; they are given "
-        "back (stage held, cause expired; if its client did not go away, see whether decode runs"
-    )
-    rank.pass_time(100.0)
-    rank.server.close()
-    assert len(warnings()) == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,20 +15,17 @@ from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.endpoint.lease_renewal import SEARCH_SECONDS, LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.slot_reads import SlotRead
 from kvferry.core.errors import (
-    EndpointClosedError,
     KVFerryError,
     StaleError,
     TicketError,
     TransportError,
 )
-from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId
+from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, HEARTBEAT_SECONDS
+from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
 from kvferry.core.lifecycle.ticket import Ticket
 from kvferry.core.memory import Region
-from kvferry.core.messages import Heartbeat, Note, Release, Renewal, decode_notes
-from kvferry.core.transport import PeerId, Transport
-from kvferry.drivers.loopback import LoopbackTransport
+from kvferry.core.messages import Release, Renewal
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine, RecordingTransport, eventually, until
 from tests.core.messages import ticket
@@ -45,6 +41,7 @@ class PeerStub:
         self.lease, self.incarnation, self.uses, self.connected = 30.0, 5, 0, True
         self.ranks = (RemoteRank(rank=0, reads=True), RemoteRank(rank=2, reads=False))
         self.payloads = [SimpleNamespace(slots=SLOTS)] * 3
+        self.key = SimpleNamespace(engine="prefill")
         self.connections: dict[int, Any] = {}
         self.denies = denies
 
@@ -66,7 +63,7 @@ class Harness:
         self.cancelled: list[object] = []
         self.ended: list[KVFerryError] = []
         self.connects: list[tuple[Any, Any]] = []
-        driver = SimpleNamespace(notify=lambda peer, _: self.heartbeats.append(peer))
+        driver = SimpleNamespace(notify=self._notify)
         own: Any = SimpleNamespace(engine="decode", incarnation=5)
         calls: Any = SimpleNamespace(clock=lambda: self.now, transfers=self, transport=driver)
         self.renewal = LeaseRenewal(own, calls, self)  # type: ignore[arg-type]
@@ -85,6 +82,13 @@ class Harness:
 
     def release(self, peer: PeerStub) -> None:
         peer.uses -= 1
+
+    # As the driver, which cannot send to one rank.
+
+    def _notify(self, peer: object, _: bytes) -> None:
+        self.heartbeats.append(peer)
+        if peer == "first rank":
+            raise TransportError("the queue is full")
 
     # As the test.
 
@@ -129,6 +133,15 @@ def test_a_hold_is_renewed_on_every_rank_and_ends_when_a_rank_that_is_read_has_l
     assert len(harness.renewal) == 0
     harness.renewal.end(renewal)
     assert harness.due(100.0) == []
+
+
+def test_a_rank_that_has_a_fence_is_renewed_no_more(harness: Harness, peer: PeerStub) -> None:
+    renewal = harness.begin(peer)
+    for read in harness.due(0.0):
+        read.landed(HOLD.ready, 0.1)
+    harness.renewal.end_rank(renewal, 0)
+    assert [read.rank for read in harness.due(10.0)] == [2]
+    harness.renewal.end_rank(None, 2)  # of a load that is not renewed
 
 
 def test_ranks_get_a_heartbeat_a_second_and_none_during_a_short_load(
@@ -224,41 +237,34 @@ def test_a_producer_that_could_not_be_reached_or_is_lost_is_tried_again_at_inter
 
 LEASE = 30.0
 OPTIONS = EndpointOptions(liveness_interval=0, lease=LEASE, load_timeout=1000.0)
-LONG_LEASES = EndpointOptions(lease=3000.0)
-"""Holds are renewed after a third of this, which does not pass in any test, however slow."""
 
 
 class Drivers(list[RecordingTransport]):
     """The transports of a producer's ranks."""
 
-    def wait_for(self, kind: type[Note], known: list[int]) -> None:
-        """Wait until each driver has got more notes of a kind than were known."""
-        for driver, count in zip(self, known, strict=True):
-            eventually(lambda d=driver, c=count: len(d.notes(kind)) > c, f"{kind} arrives")  # type: ignore[misc]
+    def wait_for_renewals(self, known: Sequence[int] = (0, 0)) -> None:
+        """Wait until each driver has got more renewals than were known."""
+        pairs = list(zip(self, known, strict=False))
+        eventually(lambda: all(len(d.notes(Renewal)) > n for d, n in pairs), "renewals arrive")
 
-    def pass_time(self, clock: Clock, steps: int, seconds: float, kind: type[Note]) -> None:
-        """Let time pass, in steps in each of which a note of a kind arrives at every rank."""
+    def pass_time(self, clock: Clock, steps: int, seconds: float) -> None:
+        """Let time pass, in steps in each of which a renewal arrives at every rank."""
         for _ in range(steps):
-            counts = [len(driver.notes(kind)) for driver in self]
+            counts = [len(driver.notes(Renewal)) for driver in self]
             clock.skip(seconds)
-            self.wait_for(kind, counts)
+            self.wait_for_renewals(counts)
 
 
 @contextlib.contextmanager
-def pair(
-    clock: Clock,
-    ranks: int = 1,
-    options: EndpointOptions = OPTIONS,
-    consumer: Callable[[], Transport] = LoopbackTransport,
-) -> Iterator[tuple[Engine, Engine, Drivers]]:
+def pair(clock: Clock, ranks: int = 1) -> Iterator[tuple[Engine, Engine, Drivers]]:
     """Run two engines; yield them and the transports of the producer's ranks."""
     drivers = Drivers(RecordingTransport() for _ in range(ranks))
     made, shape = iter(drivers), CacheShape(tp=ranks, pages=32)
     with (
         Engine(
-            "prefill", shape, transport=lambda: next(made), options=options, clock=clock
+            "prefill", shape, transport=lambda: next(made), options=OPTIONS, clock=clock
         ) as prefill,
-        Engine("decode", options=OPTIONS, transport=consumer, clock=clock) as decode,
+        Engine("decode", options=OPTIONS, clock=clock) as decode,
     ):
         yield prefill, decode, drivers
 
@@ -275,8 +281,8 @@ def test_a_request_that_waits_for_pages_or_the_device_keeps_its_hold_on_every_ra
             clock.skip(2.0)
         else:
             decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
-        drivers.pass_time(clock, 4, LEASE / 2, Renewal)
+        drivers.wait_for_renewals()
+        drivers.pass_time(clock, 4, LEASE / 2)
         prefill.step()
         if not is_load:
             decode.pull("d-1", ticket, [3, 4])
@@ -288,9 +294,9 @@ def test_a_lost_hold_fails_its_request_before_anything_is_read(clock: Clock) -> 
     with pair(clock) as (prefill, decode, drivers):
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
+        drivers.wait_for_renewals()
         prefill.reset("p-1")
-        drivers.pass_time(clock, 1, LEASE / 2, Renewal)
+        drivers.pass_time(clock, 1, LEASE / 2)
         error = decode.load("d-1", ticket, [3, 4])
         assert "when their lease was to be renewed" in str(error)
         assert np.isnan(decode.ranks[0].cache).all()
@@ -300,22 +306,6 @@ def silent(prefill: Engine) -> list[int]:
     return [len(rank.endpoint.silent()) for rank in prefill.ranks]
 
 
-def test_holds_of_a_live_consumer_are_never_silent(clock: Clock) -> None:
-    """One heartbeat per second and rank serves all holds, without a renewal for each."""
-    with pair(clock, 2, LONG_LEASES) as (prefill, decode, drivers):
-        for number in range(30):
-            decode.prepare(prefill.serve(f"p-{number}", [number + 1], 4))
-        drivers.wait_for(Renewal, [29, 29])
-        for driver in drivers:
-            driver.received.clear()
-        before = clock()
-        drivers.pass_time(clock, 9, HEARTBEAT_SECONDS, Heartbeat)
-        assert silent(prefill) == [0, 0]
-        for driver in drivers:
-            assert 9 <= len(driver.notes(Heartbeat)) <= clock() - before + 2
-            assert not driver.notes(Renewal)
-
-
 def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ended(
     clock: Clock,
 ) -> None:
@@ -323,7 +313,7 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         server = prefill.endpoint._hold_server
         ticket = prefill.serve("p-1", [1, 2], 8)
         decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
+        drivers.wait_for_renewals()
         decode.close()
         clock.skip(GONE_SECONDS - 1.0)
         listened = server._listened
@@ -338,30 +328,6 @@ def test_holds_of_a_dead_consumer_are_silent_after_three_seconds_and_can_be_ende
         prefill.released("p-1")
         with Engine("decode", options=OPTIONS, clock=clock) as successor:
             assert isinstance(successor.load("d-1", ticket, [3, 4]), StaleError)
-
-
-class NoHeartbeatsTransport(LoopbackTransport):
-    """A transport that cannot send heartbeats."""
-
-    tried = False
-
-    def notify(self, peer: PeerId, payload: bytes) -> None:
-        if isinstance(decode_notes(payload)[0], Heartbeat):
-            self.tried = True
-            raise TransportError("the queue is full")
-        super().notify(peer, payload)
-
-
-def test_a_heartbeat_that_cannot_be_sent_fails_no_load(clock: Clock) -> None:
-    driver = NoHeartbeatsTransport()
-    with pair(clock, 1, LONG_LEASES, lambda: driver) as (prefill, decode, drivers):
-        ticket = prefill.serve("p-1", [1, 2], 8)
-        decode.prepare(ticket)
-        drivers.wait_for(Renewal, [0] * len(drivers))
-        clock.skip(2.0)
-        eventually(lambda: driver.tried, "it is tried")
-        assert decode.load("d-1", ticket, [3, 4]) is None
-        prefill.released("p-1")
 
 
 # Requests of one engine that share a hold.
@@ -393,16 +359,6 @@ def test_several_requests_load_and_one_done_ends_the_hold(clock: Clock) -> None:
         assert not any(map(decode.error, loads))
         assert not any(decode.wrong_bytes(pages, 8) for pages in loads.values())
         decode.pull("done", ticket, [], nothing=True)
-
-
-def test_an_aborted_request_does_not_end_the_shared_hold(clock: Clock) -> None:
-    with two_ranks(clock) as (prefill, decode):
-        ticket = prefill.serve("p-1", [1], 4)
-        decode.pull("d-1", ticket, [2], shared=True, passed=threading.Event().is_set)
-        for rank in decode.ranks:
-            rank.endpoint.abort(RequestId("d-1"))
-        assert isinstance(decode.error("d-1"), EndpointClosedError)
-        assert decode.load("d-2", ticket, [3]) is None
 
 
 def test_a_shared_request_that_needs_nothing_connects_to_no_producer(clock: Clock) -> None:

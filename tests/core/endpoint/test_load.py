@@ -12,12 +12,11 @@ import pytest
 
 from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.load import Load, LoadState
-from kvferry.core.errors import EndpointClosedError, StaleError
+from kvferry.core.errors import EndpointClosedError
 from kvferry.core.layout import HOLE, Group, GroupKind
 from kvferry.core.lifecycle.holds import Hold, RequestId
 from kvferry.core.lifecycle.load_machine import LoadId, LoadMachine
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import Stage
 from kvferry.core.planner.build_copies import Pages
 from tests.core.messages import ticket
 
@@ -56,22 +55,6 @@ def test_bytes_of_several_ranks_are_summed_and_the_longest_times_kept() -> None:
     assert (state.copies, state.nbytes) == (4, 20)
     times = state.check_seconds, state.post_seconds, state.transfer_seconds
     assert times == (3.0, 2.5, 4.5)
-
-
-def test_a_record_has_what_is_known_of_the_load() -> None:
-    state = state_of(load_of(), handshake_succeeded=1.5)
-    record = state.record(None, None)
-    named = (record.request, record.engine, record.reached, record.path, record.error, record.stage)
-    assert named == ("d-1", "prefill", False, "", None, None)
-    assert (record.reads, record.tokens) == (True, 8 - 2)
-    assert (record.handshake_seconds, record.fence_seconds) == (0.5, 0.0)
-    assert record.seconds > 0
-    error, state.handshake_succeeded = StaleError("late"), 0.0
-    record = state.record(error, Stage.HANDSHAKE)
-    assert (record.error, record.stage, record.handshake_seconds) == (error, Stage.HANDSHAKE, 0.0)
-    nothing = load_of((None, None))
-    record = state_of(nothing).record(None, None)
-    assert (nothing.reads, record.tokens, record.reads) == (False, 0, False)
 
 
 def test_holes_do_not_count_as_pages_and_remote_pages_are_the_tickets() -> None:

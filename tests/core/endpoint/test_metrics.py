@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import pytest
 
-from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import TransportError
-from kvferry.core.lifecycle.holds import HoldEnd, RequestId
+from kvferry.core.lifecycle.holds import HoldEnd
 from kvferry.core.metrics import (
     BYTES,
     COPIES,
@@ -25,7 +23,6 @@ from kvferry.core.metrics import (
     REFUSED,
     STAGE_SECONDS,
     STALE,
-    UNREACHED,
     UNTOLD,
     Stage,
 )
@@ -35,7 +32,6 @@ from tests.core.endpoint.engines import (
     Clock,
     Engine,
     MetricTotals,
-    RecordingTransport,
     eventually,
     until,
 )
@@ -109,43 +105,6 @@ def test_a_ticket_that_the_handshake_denies_is_counted_once_and_logged_in_one_li
     }
 
 
-def test_a_producer_is_down_while_it_is_unreachable_and_up_again_afterwards(
-    prefill: Engine, decode: Engine
-) -> None:
-    totals = MetricTotals(decode)
-    prefill.server.close()
-    decode.pull("d-1", prefill.serve("p-1", [1], 4), [2])
-    assert decode.outcome("d-1").failed
-    assert totals.of(FAILURES) == {(UNREACHED, "handshake", "unreachable"): 1}
-    assert totals.of(PEERS_DOWN) == {("0",): 1}
-    assert not totals.of(PEERS_UP)
-    with prefill.side_channel(port=prefill.server.port):
-        assert decode.load("d-2", prefill.serve("p-2", [1], 4), [2]) is None
-    assert totals.of(PEERS_DOWN) == {("0",): 0}
-    assert totals.of(PEERS_UP) == {("0",): 1}
-
-
-def test_a_producer_that_dies_is_down_until_it_is_forgotten(
-    prefill: Engine, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = EndpointOptions(liveness_interval=5.0, engine_ttl=600.0)
-    with Engine("decode", options=options, clock=clock) as decode:
-        totals = MetricTotals(decode)
-        ticket = prefill.serve_later("p-1", [1], 4)
-        decode.pull("d-1", ticket, [2])
-        eventually(lambda: totals.of(PEERS_UP) == {("0",): 1}, "it is connected")
-        prefill.server.close()
-        assert decode.outcome("d-1").failed
-        assert totals.of(FAILURES) == {("prefill", "check", "peer_lost"): 1}
-        assert totals.of(LOST_PEERS) == {("prefill",): 1}
-        assert totals.of(PEERS_UP) == {("0",): 0}
-        assert totals.of(PEERS_DOWN) == {("0",): 1}
-        clock.skip(601.0)
-        eventually(lambda: totals.of(PEERS_DOWN) == {("0",): 0}, "it is forgotten")
-    [found] = [r for r in caplog.records if "given up with 1 loads" in r.getMessage()]
-    assert found.levelno == logging.WARNING
-
-
 def test_pages_that_may_still_be_written_are_quarantined(
     prefill: Engine,
     driver: ScriptedTransport,
@@ -184,31 +143,3 @@ def test_a_release_that_could_not_be_sent_is_counted_and_logged(
         assert MetricTotals(decode).of(UNTOLD) == {("prefill",): 1}
     [line] = [r.getMessage() for r in caplog.records if "not told" in r.getMessage()]
     assert "(stage release, cause transport): the queue is full; their leases end them" in line
-
-
-@pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_producer_that_goes_unused_and_an_aborted_load_are_no_warnings(
-    prefill: Engine,
-    driver: RecordingTransport,
-    caplog: pytest.LogCaptureFixture,
-    is_aborted: bool,
-) -> None:
-    options = EndpointOptions(liveness_interval=0.1)
-    with (
-        caplog.at_level(logging.DEBUG),
-        Engine("decode", options=options, transport=lambda: driver) as decode,
-    ):
-        totals = MetricTotals(decode)
-        if is_aborted:
-            decode.pull("d-1", prefill.serve_later("p-1", [1], 4), [2])
-            decode.endpoint.abort(RequestId("d-1"))
-            assert decode.outcome("d-1").failed
-            assert [labels[2] for labels in totals.of(FAILURES)] == ["given_up"]
-        else:
-            assert decode.load("d-1", prefill.serve("p-1", [1], 4), [2]) is None
-            prefill.server.close()
-            eventually(lambda: totals.of(LOST_PEERS) == {("prefill",): 1}, "it is given up")
-            eventually(lambda: driver.open_connections == 0, "the connection is released")
-    what = "request d-1: not loaded" if is_aborted else "given up with 0 loads"
-    [found] = [r for r in caplog.records if what in r.getMessage()]
-    assert found.levelno == logging.DEBUG

@@ -19,7 +19,7 @@ from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.pings import start_pings
 from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
-from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, memory_of
+from kvferry.core.endpoint.handshake_reader import HandshakeResult
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -29,10 +29,9 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import Incarnation, RequestId
 from kvferry.core.lifecycle.ticket import PeerKey
-from kvferry.core.messages import Coordinates, RankPayload, decode_payload
-from kvferry.core.metrics import PEERS_DOWN, PEERS_UP
+from kvferry.core.messages import Coordinates, RankPayload
+from kvferry.core.metrics import FAILURES, LOST_PEERS, PEERS_DOWN, PEERS_UP
 from kvferry.core.options import most_peers
-from kvferry.core.planner.plan import make_plan
 from kvferry.core.side_channel.compatibility import Judgements
 from kvferry.core.side_channel_messages import (
     Condition,
@@ -53,7 +52,6 @@ from tests.core.endpoint.engines import (
     pull,
 )
 from tests.core.endpoint.side_channels import SideChannel
-from tests.core.endpoint.transports import ScriptedTransport
 from tests.core.messages import payload
 
 
@@ -65,12 +63,24 @@ def wait_for_end(driver: RecordingTransport) -> None:
     eventually(lambda: driver.open_connections == 0, "it is disconnected")
 
 
+def reply_at(port: int, *ranks: bytes) -> EncodedReply:
+    return EncodedReply(
+        address=PeerKey("prefill", "127.0.0.1", port),
+        incarnation=Incarnation(7),
+        ranks=ranks,
+        numeric="127.0.0.1",
+    )
+
+
 # Liveness.
 
 
 @pytest.mark.parametrize("successor", [None, "prefill", "other"])
 def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
-    prefill: Engine, driver: RecordingTransport, successor: str | None
+    prefill: Engine,
+    driver: RecordingTransport,
+    successor: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Also if an engine takes its address, of the same name (it was restarted) or another."""
     # A closed side channel is noticed long before the next ping is due.
@@ -79,6 +89,7 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
         Engine("decode", options=options, transport=lambda: driver) as decode,
         ExitStack() as stack,
     ):
+        totals = MetricTotals(decode)
         # A load that reads nothing yet, so only a liveness check can fail it.
         decode.pull("d-1", prefill.serve_later("p-1", [1], 4), [2])
         wait_for_connection(driver)
@@ -88,7 +99,12 @@ def test_a_closed_side_channel_fails_loads_and_releases_the_connection(
             other = stack.enter_context(Engine(successor, port=prefill.server.port))
         error = decode.error("d-1")
         assert isinstance(error, PeerLostError)
+        assert totals.of(FAILURES) == {("prefill", "check", "peer_lost"): 1}
+        assert totals.of(LOST_PEERS) == {("prefill",): 1}
         if successor is None:
+            assert totals.of(PEERS_UP) == {("0",): 0}
+            assert totals.of(PEERS_DOWN) == {("0",): 1}
+            assert "given up with 1 requests" in caplog.text
             assert "missed 3 of 3 pings" in str(error)
             wait_for_end(driver)
         else:
@@ -111,40 +127,6 @@ def test_a_side_channel_that_comes_back_in_time_is_the_same_producer(
             assert decode.error("d-1") is None
 
 
-Lost = queue.SimpleQueue[KVFerryError | None]
-
-
-def ping(
-    name: str, port: int, incarnation: int, lost: Lost, misses: int = 3, wanted: Any = lambda: True
-) -> Any:
-    reply = EncodedReply(
-        address=PeerKey(name, "127.0.0.1", port),
-        incarnation=Incarnation(incarnation),
-        ranks=(),
-        numeric="127.0.0.1",
-    )
-    options = EndpointOptions(liveness_interval=30.0, liveness_misses=misses)
-    return start_pings(reply, options, wanted=wanted, lost=lost.put)
-
-
-def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() -> None:
-    lost = Lost()
-    with (
-        Engine("one") as one,
-        Engine("two") as two,
-        socket.create_server(("127.0.0.1", 0)) as silent,
-    ):
-        tasks = [
-            ping("silent", silent.getsockname()[1], 1, lost),
-            ping("one", one.server.port, one.incarnation, lost),
-            ping("two", two.server.port, two.incarnation, lost),
-        ]
-        one.server.close()
-        assert "engine one missed 3 of 3 pings: nobody listens" in str(lost.get(timeout=20))
-        for task in [*tasks, *tasks]:
-            task.cancel()
-
-
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
@@ -153,10 +135,12 @@ def test_a_silent_producer_does_not_delay_the_detection_of_another_ones_death() 
     ],
 )
 def test_a_producer_that_cannot_be_watched_is_lost(wanted: Any, words: str) -> None:
-    lost = Lost()
+    lost = queue.SimpleQueue[KVFerryError | None]()
     answer = encode(Condition(engine="prefill", incarnation=7, problems=[]))
     with SideChannel(lambda *_: answer) as channel:
-        ping("prefill", channel.port, 7, lost, 1, wanted)
+        reply = reply_at(channel.port)
+        options = EndpointOptions(liveness_interval=30.0, liveness_misses=1)
+        start_pings(reply, options, wanted=wanted, lost=lost.put)
         assert words in str(lost.get(timeout=20))
 
 
@@ -224,22 +208,6 @@ def test_a_producer_that_the_directory_lets_go_stays_connected_while_it_is_used(
         prefill.step()
         assert decode.error("d-1") is None
         wait_for_end(driver)
-
-
-def test_a_producer_that_could_not_be_connected_is_tried_again_after_a_pause(
-    prefill: Engine, clock: Clock, driver: ScriptedTransport
-) -> None:
-    with Engine("decode", transport=lambda: driver, clock=clock) as decode:
-        known = decode.endpoint._load_manager.peers
-        driver.raises["connect"] = ConnectError("nobody there")
-        assert isinstance(load(prefill, decode, 1), ConnectError)
-        driver.raises.clear()
-        pull(prefill, decode, 2)
-        eventually(lambda: bool(known._backing_off), "it waits")
-        assert not driver.connected
-        clock.skip(0.1)
-        assert outcomes(decode, 2) == [None]
-        assert not known._backing_off
 
 
 def test_a_producer_that_goes_while_it_is_connected_is_disconnected(prefill: Engine) -> None:
@@ -339,41 +307,11 @@ def test_a_reply_that_cannot_be_planned_is_refused(
     reader = handshake_reader.ReplyReader(EndpointOptions(judgements=judgements), 0)
     if joined:
         reader.join(joined)
-    reply = EncodedReply(
-        address=PeerKey("prefill", "127.0.0.1", 1),
-        incarnation=Incarnation(7),
-        ranks=(encode(there),),
-        numeric="127.0.0.1",
-    )
     with pytest.raises(error, match=words):
-        reader.read(reply)
+        reader.read(reply_at(1, encode(there)))
 
 
 # Memory, and how many are kept.
-
-
-def test_what_equal_layouts_share_is_counted_once() -> None:
-    published: list[object] = []
-
-    def receive(address: int) -> dict[int, int]:
-        one = payload()
-        moved = one.layout.with_regions((replace(one.layout.regions[0], address=address),))
-        data = encode(msgspec.structs.replace(one, layout=moved))
-        got = decode_payload(data)
-        made = make_plan([one.layout], [got.layout], 0)
-        published.append((got, made))
-        return dict(memory_of([got], [len(data)], made))
-
-    budget = PeerMemoryBudget()
-    first, second = receive(1 << 20), receive(1 << 21)
-    budget.add(first)
-    assert budget.nbytes == sum(first.values())
-    budget.add(second)
-    assert 0 < budget.nbytes - sum(first.values()) < sum(second.values())
-    budget.remove(first)
-    assert budget.nbytes == sum(second.values())
-    budget.remove(second)
-    assert budget.nbytes == 0
 
 
 @pytest.mark.parametrize(

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
-import socket
 from collections.abc import Iterator
 
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.errors import (
-    DeadlineError,
     EndpointClosedError,
-    KVFerryError,
     PeerLostError,
-    TransferCancelledError,
     TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
-from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.metrics import LOST_PEERS, PEERS_UP
-from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.transport import Quiescence, Status
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import (
@@ -32,8 +23,6 @@ from tests.core.endpoint.engines import (
     TOKENS,
     Clock,
     Engine,
-    MetricTotals,
-    RecordingTransport,
     eventually,
     in_name_of,
     outcomes,
@@ -116,18 +105,6 @@ def test_a_load_is_read_batch_by_batch_and_the_fence_comes_last(driver: Scripted
     assert in_stages <= record.seconds
 
 
-def test_a_later_load_does_not_wait_for_all_batches(driver: ScriptedTransport) -> None:
-    with batched(driver, COPIES // 2) as (prefill, decode):
-        pull(prefill, decode, 5)
-        wait_for_reads(driver, 2)
-        driver.may_end = 2
-        assert outcomes(decode, 5) == [None]
-        assert decode.endpoint.pending == 1
-        driver.may_end = 3
-        assert outcomes(decode, 1) == [None]
-        assert not decode.wrong_bytes([3, 4], 2 * TOKENS)
-
-
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_batch_that_is_aborted_or_fails_is_the_last(
     driver: ScriptedTransport, is_aborted: bool
@@ -181,192 +158,21 @@ def test_an_aborted_load_ends_no_others_and_without_others_its_connection_is_clo
         assert stubborn.disconnected == set()
 
 
-def test_a_cancelled_read_is_ended_at_the_deadline_of_its_own_load(
-    stubborn: ScriptedTransport, clock: Clock
+def test_a_read_that_fails_alone_costs_no_other_load_of_its_connection(
+    prefill: Engine, driver: ScriptedTransport
 ) -> None:
-    """The disconnect also ends a load whose deadline is later."""
-    with three_engines(stubborn, clock) as (prefill, other, decode):
-        start_reads(prefill, decode, stubborn, 1)
-        clock.skip(0.3 * LOAD_TIMEOUT)
-        start_reads(prefill, decode, stubborn, 2)
-        abort(decode, 1)
-        pass_time(clock, other, decode, 0.4 * LOAD_TIMEOUT)
-        assert stubborn.disconnected == set()
-        pass_time(clock, other, decode, 0.35 * LOAD_TIMEOUT)
-        aborted, other_error = outcomes(decode, 1, 2)
-        assert isinstance(aborted, EndpointClosedError)
-        assert isinstance(other_error, PeerLostError)
-        assert len(stubborn.disconnected) == 1
-
-
-# After a failed read, a producer is connected anew, even if its loads overlap.
-
-
-@pytest.fixture
-def stalled(driver: ScriptedTransport) -> ScriptedTransport:
     driver.default = PENDING
-    return driver
-
-
-def test_overlapping_loads_do_not_keep_a_connection_on_which_a_read_failed(
-    prefill: Engine, stalled: ScriptedTransport
-) -> None:
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        assert "a link flapped" in str(outcomes(decode, 1)[0])
-        pull(prefill, decode, 3)
-        waiting = prefill.serve("p-4", [4], TOKENS)
-        decode.prepare(waiting)
-        assert len(stalled.connected) == 1
-        assert len(stalled.pages) == 2, "new loads wait until the earlier ones are over"
-        stalled.statuses[1] = DONE
-        assert outcomes(decode, 2) == [None]
-        wait_for_reads(stalled, 3)
-        assert len(stalled.connected) == 2, "on a new connection"
-        assert len(stalled.disconnected) == 1
-        stalled.statuses.update({2: DONE, 3: DONE})
-        decode.pull("d-4", waiting, [4])
-        assert outcomes(decode, 3, 4) == [None, None]
-        assert len(stalled.connected) == 2
-
-
-def test_loads_wait_for_a_new_connection_at_most_until_the_others_deadline(
-    prefill: Engine, stalled: ScriptedTransport, clock: Clock
-) -> None:
-    """The producer is told of a load that is aborted while it waits."""
-    with Engine("decode", options=OPTIONS, transport=lambda: stalled, clock=clock) as decode:
-        start_reads(prefill, decode, stalled, 1, 2)
-        stalled.statuses[0] = FAILED
-        outcomes(decode, 1)
-        clock.skip(LOAD_TIMEOUT / 2)
-        pull(prefill, decode, 3, 4)
-        abort(decode, 3)
-        assert outcomes(decode, 3) != [None]
-        stalled.statuses[2] = DONE
-        clock.skip(LOAD_TIMEOUT / 2 + 2.0)
-        over_deadline, other = outcomes(decode, 2, 4)
-        assert isinstance(over_deadline, DeadlineError)
-        assert other is None
-        eventually(
-            lambda: prefill.endpoint.held == 1,
-            "the producer is told of all loads but the one whose connection was closed",
-        )
-
-
-def test_loads_aborted_before_their_handshake_fails_leave_no_state_behind(prefill: Engine) -> None:
-    options = dataclasses.replace(OPTIONS, handshake_timeout=0.3)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as silent_host,
-        Engine("decode", options=options) as decode,
-    ):
-        load_manager = decode.endpoint._load_manager
-        ticket = prefill.serve("p-1", [1], TOKENS)
-        mute = dataclasses.replace(ticket, engine="mute", port=silent_host.getsockname()[1])
-        for number in (1, 2, 3):
-            decode.pull(f"d-{number}", mute, [number])
-        eventually(lambda: len(load_manager._states) == 3, "all wait for the handshake")
-        abort(decode, 1)
-        abort(decode, 2)
-        assert all(outcomes(decode, 1, 2)), "reported at once"
-        assert len(load_manager._states) == 3
-        assert all(outcomes(decode, 3)), "by the handshake's failure"
-        eventually(lambda: not load_manager._states, "no state of the aborted loads is left")
-        assert not load_manager._touched
-        assert decode.endpoint.pending == 0
+    with Engine("decode", options=OPTIONS, transport=lambda: driver) as decode:
+        start_reads(prefill, decode, driver, 1, 2)
+        driver.statuses[1] = failed(TransportError("a link flapped"))
+        assert outcomes(decode, 2) != [None]
+        start_reads(prefill, decode, driver, 3)
+        driver.statuses.update({0: DONE, 2: DONE})
+        assert outcomes(decode, 1, 3) == [None, None]
+        assert len(driver.connected) == 1
 
 
 # Engines that publish the same transport address.
-
-
-class Two:
-    """Two producers with one address, ``real`` and ``alias``, and a consumer of both."""
-
-    def __init__(self, real: Engine, alias: HandshakeServer, decode: Engine) -> None:
-        self.real, self.alias, self.decode = real, alias, decode
-        self._numbers = itertools.count(10)
-
-    def ticket(self, number: int, *, by_alias: bool) -> Ticket:
-        ticket = self.real.serve(f"p-{number}", [number % 10 + 1], TOKENS)
-        return in_name_of("alias", ticket, self.alias) if by_alias else ticket
-
-    def load(self, *, by_alias: bool = False) -> KVFerryError | None:
-        """Load one request; return the error, if any."""
-        number = next(self._numbers)
-        error = self.decode.load(f"d-{number}", self.ticket(number, by_alias=by_alias), [9])
-        assert error or not self.decode.wrong_bytes([9], TOKENS)
-        return error
-
-    def start_reads(self, driver: ScriptedTransport) -> None:
-        """Start load 1 from the alias and load 2 from the real engine; wait for both reads."""
-        driver.default = PENDING
-        for number in (1, 2):
-            ticket = self.ticket(number, by_alias=number == 1)
-            self.decode.pull(f"d-{number}", ticket, [number])
-            wait_for_reads(driver, number)
-
-
-@contextlib.contextmanager
-def two(
-    driver: RecordingTransport, clock: Clock | None = None, liveness_interval: float = 0.0
-) -> Iterator[Two]:
-    options = dataclasses.replace(
-        OPTIONS, liveness_interval=liveness_interval, liveness_misses=10, engine_ttl=600.0
-    )
-    how = {"transport": lambda: driver, "options": options, "clock": clock or Clock()}
-    with (
-        Engine("real") as real,
-        real.side_channel("alias") as alias,
-        Engine("decode", **how) as decode,  # type: ignore[arg-type]
-    ):
-        yield Two(real, alias, decode)
-
-
-def test_two_engines_with_one_address_share_a_connection(
-    clock: Clock, driver: RecordingTransport
-) -> None:
-    """Both are released when idle, and connected again."""
-    with two(driver, clock) as both:
-        for links in (1, 2):
-            assert both.load() is None
-            assert both.load(by_alias=True) is None
-            assert len(driver.connected) == links, "they share one connection"
-            clock.skip(601.0)
-            both.decode.directory.step()  # not only when it is asked again
-            eventually(lambda: driver.open_connections == 0, "both are idle")
-            assert len(driver.disconnected) == links
-        eventually(lambda: both.decode.endpoint.healthy, "a round has run since the skip")
-
-
-def test_the_loss_of_one_engine_does_not_disconnect_the_other(driver: RecordingTransport) -> None:
-    with two(driver, liveness_interval=0.05) as both:
-        assert both.load() is None
-        assert both.load(by_alias=True) is None
-        totals = MetricTotals(both.decode)
-        both.real.server.close()
-        eventually(lambda: totals.of(LOST_PEERS) == {("real",): 1}, "the lost engine is given up")
-        assert totals.of(PEERS_UP) == {("0",): 1}
-        assert driver.disconnected == set()
-        assert both.load(by_alias=True) is None
-        assert len(driver.connected) == 1
-        assert both.decode.endpoint.healthy
-
-
-@pytest.mark.parametrize("other_reads", [False, True])
-def test_a_shared_connection_is_replaced_unless_another_engine_is_read_over_it(
-    driver: ScriptedTransport, other_reads: bool
-) -> None:
-    with two(driver) as both:
-        both.start_reads(driver)
-        driver.statuses[1] = FAILED
-        assert outcomes(both.decode, 2) != [None]
-        if not other_reads:
-            driver.statuses[0] = DONE
-            assert outcomes(both.decode, 1) == [None]
-        start_reads(both.real, both.decode, driver, 3)
-        assert len(driver.disconnected) == (0 if other_reads else 1)
-        driver.statuses.update({0: DONE, 2: DONE})
-        assert not any(outcomes(both.decode, *((3, 1) if other_reads else (3,))))
 
 
 @pytest.mark.parametrize(
@@ -376,47 +182,33 @@ def test_a_shared_connection_is_replaced_unless_another_engine_is_read_over_it(
         failing(TransportError("only a disconnect ends it")),
     ],
 )
-def test_a_lost_connection_fails_the_loads_of_both_engines_and_both_can_reconnect(
+def test_engines_with_one_address_share_a_connection_whose_loss_fails_the_loads_of_both(
     status: Status,
 ) -> None:
-    driver = ScriptedTransport(quiescence=Quiescence.AFTER_DISCONNECT)
-    with two(driver) as both:
-        both.start_reads(driver)
+    driver = ScriptedTransport(PENDING, Quiescence.AFTER_DISCONNECT)
+    with (
+        Engine("real") as real,
+        real.side_channel("alias") as alias,
+        Engine("decode", options=OPTIONS, transport=lambda: driver) as decode,
+    ):
+
+        def begin(number: int) -> None:
+            """Begin a load: one with an odd number from the alias."""
+            ticket = real.serve(f"p-{number}", [number], TOKENS)
+            ticket = in_name_of("alias", ticket, alias) if number % 2 else ticket
+            decode.pull(f"d-{number}", ticket, [number])
+            wait_for_reads(driver, number)
+
+        for number in (1, 2):
+            begin(number)
+        assert len(driver.connected) == 1
         driver.statuses[0] = status
-        first, second = outcomes(both.decode, 1, 2)
+        first, second = outcomes(decode, 1, 2)
         assert str(status.error) in str(first)
         assert isinstance(second, PeerLostError)
         assert len(driver.disconnected) == 1
         driver.statuses.update({2: DONE, 3: DONE})
-        assert both.load(by_alias=True) is None
-        assert both.load() is None
+        for number in (3, 4):
+            begin(number)
+        assert outcomes(decode, 3, 4) == [None, None]
         assert len(driver.connected) == 2
-
-
-@pytest.mark.parametrize("ended_by", ["itself", "deadline", "abort"])
-def test_reads_from_a_lost_engine_go_on_while_the_other_engine_is_read(
-    driver: ScriptedTransport, clock: Clock, ended_by: str
-) -> None:
-    """Both loads are reported only then."""
-    with Engine("third") as third, two(driver, clock, liveness_interval=0.05) as both:
-        both.start_reads(driver)
-        both.alias.close()
-        eventually(lambda: len(driver.cancelled) == 1, "the read from the alias is cancelled")
-        pass_time(clock, third, both.decode, LOAD_TIMEOUT / 2)
-        assert driver.disconnected.isdisjoint(driver.peers.values())
-        assert both.decode.endpoint.pending == 2, "bytes may still land in the pages of both"
-        if ended_by == "itself":
-            driver.statuses.update({0: failed(TransferCancelledError("cancelled")), 1: DONE})
-        elif ended_by == "abort":
-            abort(both.decode, 2)
-        else:
-            clock.skip(LOAD_TIMEOUT / 2 + 2.0)
-        first, second = outcomes(both.decode, 1, 2)
-        assert isinstance(first, PeerLostError)
-        if ended_by == "itself":
-            assert second is None
-            assert driver.disconnected.isdisjoint(driver.peers.values())
-        else:
-            kinds = EndpointClosedError if ended_by == "abort" else (DeadlineError, PeerLostError)
-            assert isinstance(second, kinds)
-            assert driver.disconnected.issuperset(driver.peers.values())

@@ -139,24 +139,6 @@ def test_batches_are_limited_and_wait_for_scratch_words(note: Note | None) -> No
     assert [read.tags for read in harness.post()] == [{2 * MAX_BATCH + 1}]
 
 
-def test_what_raises_loses_only_its_own_read_or_batch() -> None:
-    harness = SlotReadsHarness()
-
-    def fails(*_: object) -> None:
-        raise ZeroDivisionError("a bug")
-
-    harness.add_read("a", note=release(1 << 70))  # too large an integer to encode
-    harness.add_read("b", rank=1)
-    harness.add_read("c", rank=1, landed=fails)
-    harness.add_read("d", rank=1)
-    [read] = harness.post()
-    assert [tag for tag, _ in harness.lost] == ["a"]
-    harness.land(read)
-    assert [tag for tag, *_ in harness.landed] == ["b", "d"]
-    assert harness.lost[1][0] == "c"
-    assert str(harness.lost[1][1]) == "unexpected ZeroDivisionError: a bug"
-
-
 NOTES = st.builds(release, st.integers(0, 1 << 60), st.text(max_size=40))
 
 

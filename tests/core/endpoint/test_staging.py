@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from kvferry.core.driver_calls.connections import STUCK_SECONDS
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import endpoint as endpoint_module
 from kvferry.core.endpoint.page_copies import RunningCopies
@@ -28,7 +27,7 @@ from kvferry.core.metrics import (
     Stage,
 )
 from kvferry.testing.engines import CacheShape, EngineRank
-from tests.core.endpoint.engines import Clock, Engine, MetricTotals, eventually, fail_once, until
+from tests.core.endpoint.engines import Engine, MetricTotals, eventually, fail_once, until
 from tests.core.endpoint.staged_engines import StagedEngine
 
 TOKENS = 7
@@ -124,19 +123,6 @@ def test_a_hold_or_load_ends_whose_copy_fails(when: str) -> None:
         assert decode.endpoint.healthy
 
 
-def test_nothing_reaches_the_device_that_the_fence_refused() -> None:
-    with pair() as (prefill, decode):
-        ticket = prefill.serve("p-1", BLOCKS, TOKENS)
-        prefill.sent("p-1")
-        prefill.scheduler_holds.reset()
-        prefill.step()
-        prefill.over("p-1")
-        assert isinstance(decode.load("d-1", ticket, [8, 9]), StaleError)
-        assert_untouched(decode)
-        assert not decode.devices[0].begun
-        assert decode.host_pages.used == 0
-
-
 def test_an_exception_at_a_copys_begin_or_end_costs_its_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,19 +166,6 @@ def test_memory_is_kept_if_the_end_of_a_copy_is_unknown(
         assert not results.received
         with pytest.raises(CopyError, match="keep the memory"):
             rank.endpoint.close()
-
-
-def test_a_copy_that_does_not_end_is_a_problem_until_it_does(clock: Clock) -> None:
-    with pair(clock=clock) as (prefill, _):
-        [device], [rank] = prefill.devices, prefill.ranks
-        device.lets.clear()
-        prefill.serve("p-1", BLOCKS, TOKENS)
-        eventually(lambda: bool(device.begun), "the copy begins")
-        eventually(lambda: rank.endpoint.healthy, "nothing is known to be wrong")
-        clock.skip(STUCK_SECONDS)
-        assert any("1 copies" in problem for problem in rank.endpoint.problems)
-        device.lets.set()
-        eventually(lambda: rank.endpoint.healthy, "the copy has ended")
 
 
 def test_a_copy_is_refused_where_nothing_is_staged_and_needed_where_it_is(prefill: Engine) -> None:

@@ -64,9 +64,7 @@ class ScriptedTransport(RecordingTransport):
         statuses: of these reads, by their index in ``pages``; ``None`` for that of the driver.
         may_end: the first so many of the others have the status that the driver gives them.
         default: the status of the rest; ``None`` for that of the driver.
-        unknown: indices of reads for which ``poll`` raises.
         cancelled: the reads that were cancelled, in order.
-        forgotten: how many reads of pages were forgotten.
     """
 
     def __init__(
@@ -75,14 +73,13 @@ class ScriptedTransport(RecordingTransport):
         super().__init__()
         self.default, self.quiescence = default, quiescence
         self.when_cancelled: Status | None = None
-        self.may_end = self.forgotten = 0
+        self.may_end = 0
         self.raises: dict[str, Exception] = {}
         self.posted: list[int] = []
         self.addresses: list[list[int]] = []
         self.pages: list[TransferId] = []
         self.peers: dict[TransferId, PeerId] = {}
         self.statuses: dict[int, Status | None] = {}
-        self.unknown: set[int] = set()
         self.cancelled: list[TransferId] = []
 
     @property
@@ -109,8 +106,6 @@ class ScriptedTransport(RecordingTransport):
         if self.peers[transfer] in self.disconnected:
             return failed(PeerLostError("disconnected"))
         index = self.pages.index(transfer)
-        if index in self.unknown:
-            raise ZeroDivisionError("a bug in poll")
         return self.statuses.get(index, None if index < self.may_end else self.default)
 
     def cancel(self, transfer: TransferId) -> None:
@@ -120,11 +115,7 @@ class ScriptedTransport(RecordingTransport):
         if (error := self.raises.get("cancel")) is not None:
             raise error
 
-    def forget(self, transfer: TransferId) -> None:
-        self.forgotten += transfer in self.pages
-        self._forget(transfer)
-
-    _read, _poll, _forget = scripted("read"), scripted("poll"), scripted("forget")
+    _read, _poll, forget = scripted("read"), scripted("poll"), scripted("forget")
     connect, disconnect = scripted("connect"), scripted("disconnect")
     notify, notifications, path = scripted("notify"), scripted("notifications"), scripted("path")
 

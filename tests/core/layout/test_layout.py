@@ -132,13 +132,6 @@ def test_axes_without_something_to_index_are_refused() -> None:
         layout(heads(), groups=[STATE])
 
 
-def test_groups_may_share_bytes_and_fields_of_one_group_may_not() -> None:
-    k, v = heads("k"), heads("v", group=1)
-    layout(k, v, groups=[paged(), paged()])
-    with pytest.raises(LayoutError, match="fields 'k' and 'v'"):
-        layout(k, replace_field(v, group=0))
-
-
 def test_fields_that_share_bytes_through_overlapping_regions_are_refused() -> None:
     """The regions are equal, or the end of one lies inside the other."""
     one, size = layout(heads("k")), PAGES * 4 * 16 * DIM
@@ -200,6 +193,7 @@ def test_a_region_outside_the_address_space_is_refused(bounds: tuple[int, int]) 
 def test_a_region_of_no_possible_memory_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match="a kind has 1 to 16 characters"):
         replace(Region(address=1, nbytes=8), **change)
+    replace(Region(address=1, nbytes=8), kind="k" * 16, device=(1 << 16) - 1)
 
 
 def test_region_of_an_array_is_its_memory() -> None:

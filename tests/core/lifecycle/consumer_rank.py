@@ -1,15 +1,12 @@
 """The consumer's half of a simulated rank: it performs the actions of real ``LoadMachine``s.
 
-It does so as the endpoint does: actions in order, slot words of one producer rank in one batch,
-"done" bound to a fence, a shared read cancelled only when no load wants it. With all that happens
-to a load goes why it must fail (``causes``): it has to report the first.
+It does so as the endpoint does: actions in order, "done" bound to a fence. With all that happens to
+a load goes why it must fail (``causes``): it has to report the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +30,7 @@ from kvferry.core.lifecycle.load_machine import (
 )
 from kvferry.core.lifecycle.renewal_schedule import RenewalId, RenewalRequest, Renewals
 from kvferry.core.lifecycle.silent_holds import HEARTBEAT_SECONDS
-from kvferry.core.lifecycle.ticket import check_against
-from kvferry.core.messages import Heartbeat, RankPayload, Release, Renewal
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.messages import Heartbeat, Note, Release, Renewal
 from kvferry.core.transport import State
 from tests.core.lifecycle.fabric import (
     Content,
@@ -51,35 +46,33 @@ from tests.core.lifecycle.turns import (
     LATE,
     LEASE,
     LOAD_TIMEOUT,
-    PAGES,
     STALE,
     Issue,
     LoadOrder,
     Step,
     Turn,
 )
-from tests.core.messages import altered
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.engine import Engine
 
-Words = dict[tuple[Link, int, LoadAction], list["Pull"]]
-"""The slot words, or watermarks, that are to be read, by the loads that wait for them."""
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One rank's part of a load, with what the checks need to know of it."""
+    """One rank's part of a load, with what the checks need to know of it; renewed, it may wait."""
 
     turn: Turn
     issue: Issue
-    load: LoadMachine
-    pulls: bool  # whether pages are read and the outcome is reported; if not, "done" is sent
-    is_early: bool  # whether it began with a part; ``is_last`` says whether it has its ticket
-    is_last: bool
-    deadline: float
+    load: LoadMachine = field(init=False)  # once it has begun
+    pulls: bool = True  # whether pages are read and the outcome is reported; else "done" is sent
+    is_early: bool = False  # whether it began with a part; ``is_last``: whether it has its ticket
+    is_last: bool = True
+    deadline: float = math.inf
     remote_ranks: tuple[RemoteRank, ...] = ()
     link: Link | None = None
+    renewal: RenewalId | None = None
+    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
+    gone: bool = False  # whether a renewal found its hold gone
     # Why it must fail, in order: errors, or ``STALE``, ``LATE``.
     causes: list[KVFerryError | str] = field(default_factory=list)
     # Producer rank to the last transfer of its pages.
@@ -100,25 +93,11 @@ class Pull:
         if not self.pulls:
             return []
         targets = (self.turn.host or self.turn.pages)[: self.turn.wanted]
-        pairs = zip(targets, self.issue.ticket.pages[0], self.issue.contents, strict=False)
-        return list(pairs)[self.turn.cached :]
+        return list(zip(targets, self.issue.ticket.pages[0], self.issue.contents, strict=False))
 
     def add(self, cause: KVFerryError | str) -> None:
         if not self.is_copying:  # a copy to the device goes on, and may well succeed
             self.causes.append(cause)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Wait:
-    """A request that waits or loads (``pull``) with a ticket, and the renewal of that."""
-
-    turn: Turn
-    issue: Issue
-    pull: Pull | None = None
-    link: Link | None = None
-    renewal: RenewalId | None = None
-    settled: set[int] = field(default_factory=set)  # producer ranks whose fence is posted
-    gone: bool = False  # whether a renewal found its hold gone
 
 
 class ConsumerRank:
@@ -134,7 +113,7 @@ class ConsumerRank:
         self.host = Pages(world.options.staged)
         self.pages = self.host if world.options.staged else device.blocks
         self.pulls: dict[LoadId, Pull] = {}
-        self.waits: list[Wait] = []
+        self.waiting: list[Pull] = []  # those that have not begun
         self.handshakes: list[Pull] = []
         self.transfers: list[Transfer] = []
         self.copies: list[BlockCopy] = []
@@ -143,7 +122,6 @@ class ConsumerRank:
         self._next_heartbeat = -math.inf
         self._actions: list[Action] = []
         self._results: list[tuple[Turn, KVFerryError | None]] = []
-        self._payloads: list[RankPayload] = []
         self._producer = engine
 
     def producer(self) -> Engine:
@@ -157,7 +135,7 @@ class ConsumerRank:
     # The engine's step.
 
     def apply(self, step: Step) -> None:
-        self.waits += [Wait(turn=turn, issue=issue) for turn, issue in step.prepares]
+        self.waiting += [Pull(turn=turn, issue=issue) for turn, issue in step.prepares]
         for order in step.begins:
             self._begin(order)
         for pull in self.open:
@@ -205,8 +183,11 @@ class ConsumerRank:
         if found:
             self._hear_part(found[0], order)
             return
-        is_early = turn.follows is not None
-        was_gone = order.is_prepared and not is_early and self._end_wait(turn)
+        waited = [pull for pull in self.waiting if pull.turn is turn]
+        require(len(waited) == (order.is_prepared and turn.follows is None), "not prepared:", turn)
+        for pull in waited:
+            self.waiting.remove(pull)
+            self._stop_renewal(pull)
         if order.shared and not order.pulls:
             return
         load = self.world.components.of(LoadMachine)(
@@ -221,20 +202,15 @@ class ConsumerRank:
             awaits_device=True,
             needs_copy=bool(self.world.options.staged),
         )
-        pull = self.pulls[load.id] = Pull(
-            turn=turn,
-            issue=order.issue,
-            load=load,
-            pulls=order.pulls,
-            is_early=is_early,
-            is_last=order.is_last,
-            deadline=load.deadline,
-        )
+        pull = waited[0] if waited else Pull(turn=turn, issue=order.issue)
+        self.pulls[load.id], pull.load, pull.link = pull, load, None
+        pull.pulls, pull.is_early = order.pulls, turn.follows is not None
+        pull.is_last, pull.deadline = order.is_last, load.deadline
         if order.pulls:
-            for page in turn.pages[turn.cached :]:  # vLLM zeroes new blocks
+            for page in turn.pages:  # vLLM zeroes new blocks
                 self._device.queue(self._device.blocks.zero, page)
             self._device.queue(self._pass, load)
-        if was_gone:
+        if pull.gone:
             self._abort(pull, STALE, gone())
         if self._knows(ticket.incarnation):
             self._on_connected(pull)
@@ -272,21 +248,20 @@ class ConsumerRank:
     # The producer.
 
     def _knows(self, incarnation: int) -> bool:
-        known = bool(self._payloads) and self._payloads[0].incarnation == incarnation
-        return known and not self.link.broken
+        return self._producer.incarnation == incarnation and not self.link.broken
 
     def _reach(self) -> None:
         """Connect to the producer that runs now."""
         producer = self.producer()
-        if producer.payloads is not self._payloads or self.link.broken:
+        if producer is not self._producer or self.link.broken:
             self.world.fabric.sever(self.link)
-            self.link, self._payloads, self._producer = Link(), producer.payloads, producer
+            self.link, self._producer = Link(), producer
 
     def _on_connected(self, pull: Pull) -> None:
         try:
             self._check(pull.turn, pull.issue)
         except TicketError as exc:
-            ours = pull.issue.ticket.incarnation == self._payloads[0].incarnation
+            ours = pull.issue.ticket.incarnation == self._producer.incarnation
             require(pull.turn.forged or not ours, "refused a good ticket:", exc)
             self._on_handshake_failed(pull, exc)
             return
@@ -296,18 +271,15 @@ class ConsumerRank:
             self.host.zero(page)
         pull.link, pull.remote_ranks = self.link, self.remote_ranks
         if pull.pulls and wanted and not pull.is_early:
-            self.waits.append(wait := Wait(turn=pull.turn, issue=pull.issue, pull=pull))
-            self._start_renewal(wait, at_once=False)
+            self._start_renewal(pull, at_once=False)
         pull.load.handshake_succeeded(self.remote_ranks, BLOCK if pull.is_early else 1)
 
     def _check(self, turn: Turn, issue: Issue) -> None:
         """Refuse a ticket that the producer did not make. Raises ``TicketError``."""
-        ticket = issue.ticket
         if turn.forged:
-            others = tuple(tuple(page % PAGES + 1 for page in ids) for ids in ticket.pages)
-            ticket = altered(ticket, pages=others)
-        limits, key = self._producer.page_limits, self._producer.ticket_key.public
-        check_against(ticket, self._payloads, limits, ticket_key=key)
+            raise TicketError("its proof is not valid")
+        if issue.ticket.incarnation != self._producer.incarnation:
+            raise TicketError("it is another incarnation's")
 
     def _on_handshake_failed(self, pull: Pull, error: KVFerryError) -> None:
         pull.add(error)
@@ -319,25 +291,21 @@ class ConsumerRank:
         """Pass on the state of a transfer, unless it is pending."""
         if transfer.state.final:
             self.transfers.remove(transfer)
-        for each in transfer.loads if transfer.state is not State.PENDING else ():
-            error = transfer.error or TransportError("failed")
-            if transfer.op is None:
-                if transfer.state.final:
-                    self._renewal_ended(each, transfer)
-            elif transfer.state is State.FAILING:
-                each.add(error)
-                each.load.failing(transfer.rank, error)
-            elif transfer.state is State.FAILED:
-                self._lose(each, transfer.rank, error)
-            else:
-                self._arrived(each, transfer)
-
-    def _lose(self, pull: Pull, rank: int, error: KVFerryError) -> None:
-        pull.add(error)
-        pull.load.lost(rank, error)
+        pull, error = transfer.load, transfer.error or TransportError("failed")
+        if transfer.op is None:
+            if transfer.state.final:
+                self._renewal_ended(pull, transfer)
+        elif transfer.state is State.FAILING:
+            pull.add(error)
+            pull.load.failing(transfer.rank, error)
+        elif transfer.state is State.FAILED:
+            pull.add(error)
+            pull.load.lost(transfer.rank, error)
+        elif transfer.state is State.DONE:
+            self._arrived(pull, transfer)
 
     def _arrived(self, pull: Pull, transfer: Transfer) -> None:
-        rank, word = transfer.rank, transfer.words.get(pull, 0)
+        rank, word = transfer.rank, transfer.word
         if transfer.op is LoadAction.READ:
             pull.load.pages_read(rank)
         elif transfer.op is LoadAction.WATERMARK:
@@ -375,21 +343,13 @@ class ConsumerRank:
     # Actions.
 
     def pump(self) -> None:
-        words: Words = defaultdict(list)
         while self._actions:
             actions, self._actions[:] = list(self._actions), []
             for action in sorted(actions, key=lambda action: action.op is LoadAction.REPORT):
-                self._perform(action, words)
-        for (link, rank, op), pulls in words.items():
-            if pulls:
-                telling = [p for p in pulls if op is LoadAction.FENCE and not p.load.shared]
-                message = self._release(rank, telling, abandoned=False) if telling else None
-                self._read_words(link, rank, op, {pull: pull.hold for pull in pulls}, message)
-        if words:
-            self.pump()
+                self._perform(action)
         self._check_open()
 
-    def _perform(self, action: Action, words: Words) -> None:
+    def _perform(self, action: Action) -> None:
         pull, op = self.pulls[action.load], action.op
         if op is LoadAction.REPORT:
             self._report(action, pull)
@@ -403,7 +363,8 @@ class ConsumerRank:
         if link is None:
             raise ProtocolViolation(f"{op} before the handshake")
         if op is LoadAction.CANCEL:
-            self._cancel(action.rank, pull, words)
+            for transfer in self.running(pull):
+                transfer.cancelled |= transfer.rank == action.rank
         elif op in (LoadAction.DONE, LoadAction.ABANDON):
             self._tell(link, action, pull)
         else:
@@ -412,9 +373,14 @@ class ConsumerRank:
             if op is LoadAction.READ:
                 self._read_pages(link, action, pull)
                 return
+            message = None
             if op is LoadAction.FENCE:
-                self._end_renewal_on(action.rank, pull)
-            words[link, action.rank, op].append(pull)
+                if pull.renewal is not None:
+                    pull.settled.add(action.rank)
+                    self._renewals.end_rank(pull.renewal, action.rank)
+                if not pull.load.shared:
+                    message = self._release(action.rank, pull, abandoned=False)
+            self._read_word(link, action.rank, op, pull, pull.hold, message)
 
     def _check_order(self, action: Action, pull: Pull) -> None:
         running = [each for each in self.running(pull) if each.rank == action.rank]
@@ -437,7 +403,7 @@ class ConsumerRank:
             op=LoadAction.READ,
             link=link,
             rank=action.rank,
-            loads=(pull,),
+            load=pull,
             items=pull.wants()[action.since // BLOCK : until],
             take=self._take_page,
         )
@@ -449,31 +415,24 @@ class ConsumerRank:
         found = self.producer().ranks[source].producer.readable[remote]
         self.pages.parts(page)[source] = found
 
-    def _read_words(
+    def _read_word(
         self,
         link: Link,
         rank: int,
         op: LoadAction | None,
-        holds: Mapping[Any, Hold],
+        load: object,
+        hold: Hold,
         message: Message | None,
     ) -> None:
-        """Post one read of several loads' words, or renewals', with a notification."""
-        words: dict[Any, int] = {}
+        """Post a read of the word for a load or renewal, with a notification."""
 
-        def take(key: object, source: int) -> None:
+        def take(_: object, source: int) -> None:
             producer = self.producer().ranks[source].producer
             table = producer.watermarks if op is LoadAction.WATERMARK else producer.words
-            words[key] = table[holds[key].slot]
+            transfer.word = table[hold.slot]
 
         transfer = Transfer(
-            op=op,
-            link=link,
-            rank=rank,
-            loads=tuple(holds),
-            items=list(holds),
-            take=take,
-            words=words,
-            message=message,
+            op=op, link=link, rank=rank, load=load, items=[hold], take=take, message=message
         )
         self._post(transfer)
 
@@ -486,38 +445,26 @@ class ConsumerRank:
             transfer.state, transfer.error = State.FAILED, exc
             self._hear(transfer)
 
-    def _release(self, rank: int, pulls: Iterable[Pull], *, abandoned: bool) -> Message:
-        releases = [
-            Release(
-                incarnation=pull.issue.ticket.incarnation,
-                slot=pull.hold.slot,
-                generation=pull.hold.generation,
-                engine=self.engine.name,
-                rank=self.rank,
-                expected=self.expected[rank],
-                abandoned=abandoned,
-            )
-            for pull in pulls
-        ]
-        return self._note(rank, releases, [pull.turn.uid for pull in pulls])
+    def _release(self, rank: int, pull: Pull, *, abandoned: bool) -> Message:
+        release = Release(
+            incarnation=pull.issue.ticket.incarnation,
+            slot=pull.hold.slot,
+            generation=pull.hold.generation,
+            engine=self.engine.name,
+            rank=self.rank,
+            expected=self.expected[rank],
+            abandoned=abandoned,
+        )
+        return self._note(rank, release, pull.turn.uid)
 
-    def _note(self, rank: int, notes: list[Any], origins: Iterable[int]) -> Message:
+    def _note(self, rank: int, note: Note, origin: int) -> Message:
         return Message(
             sender=self.engine.name,
             to=self.engine.peer,
             rank=rank,
-            payload=encode(notes),
-            origins=tuple(origins),
+            note=note,
+            origin=origin,
         )
-
-    def _cancel(self, rank: int, pull: Pull, words: Words) -> None:
-        for (_, other, _), pulls in words.items():
-            if other == rank and pull in pulls:
-                pulls.remove(pull)
-                self._lose(pull, rank, KVFerryError("cancelled"))
-        for transfer in self.running(pull):
-            if transfer.rank == rank:
-                transfer.cancel(pull)
 
     def _tell(self, link: Link, action: Action, pull: Pull) -> None:
         require(not self.running(pull), f"{action.op} while bytes may land")
@@ -527,7 +474,7 @@ class ConsumerRank:
         require(action.rank not in pull.told, "a rank was told twice:", action.rank)
         pull.told.add(action.rank)
         if not link.broken:
-            message = self._release(action.rank, [pull], abandoned=abandoned)
+            message = self._release(action.rank, pull, abandoned=abandoned)
             self.world.fabric.messages.append(message)
 
     def _report(self, action: Action, pull: Pull) -> None:
@@ -536,9 +483,7 @@ class ConsumerRank:
         copying = any(copy.source is pull for copy in self.copies)
         require(not copying, "reported while its pages are copied")
         pull.reported = True
-        for wait in [each for each in self.waits if each.pull is pull]:
-            self.waits.remove(wait)
-            self._stop_renewal(wait)
+        self._stop_renewal(pull)
         self._check_reason(action.error, pull)
         self._check_told(pull, has_failed=action.error is not None)
         if action.error is None:
@@ -578,111 +523,85 @@ class ConsumerRank:
                 continue
             running = self.running(pull)
             require(bool(running), "failed and without transfers, but not reported")
-            ending = all(pull not in t.wanted for t in running)
+            ending = all(t.cancelled for t in running)
             require(ending, "failed, but its transfers go on")
 
     # Renewals, which are sent as the endpoint sends them.
 
-    @property
-    def waiting(self) -> list[Wait]:
-        """Return the requests that wait, whose load has not begun."""
-        return [wait for wait in self.waits if wait.pull is None]
-
-    def renewed(self) -> list[Wait]:
+    def renewed(self) -> list[Pull]:
         """Return what is renewed over an open connection."""
-        return [w for w in self.waits if w.link is not None and not w.link.broken]
+        every = [*self.waiting, *self.pulls.values()]
+        return [p for p in every if p.renewal is not None and p.link and not p.link.broken]
 
-    def _end_wait(self, turn: Turn) -> bool:
-        """End the wait of a request; return whether its hold was found gone."""
-        found = [wait for wait in self.waiting if wait.turn is turn]
-        require(len(found) == 1, "a load of a request that was not prepared")
-        self.waits.remove(found[0])
-        self._stop_renewal(found[0])
-        return found[0].gone
-
-    def _start_renewal(self, wait: Wait, *, at_once: bool) -> None:
-        wait.link = self.link
-        wait.renewal = self._renewals.begin(
+    def _start_renewal(self, pull: Pull, *, at_once: bool) -> None:
+        pull.link = self.link
+        pull.renewal = self._renewals.begin(
             self.remote_ranks, lease=LEASE, now=self.now(), at_once=at_once
         )
 
-    def _stop_renewal(self, wait: Wait) -> None:
-        if wait.renewal is not None:
-            self._renewals.end(wait.renewal)
-        wait.renewal = wait.link = None
+    def _stop_renewal(self, pull: Pull) -> None:
+        if pull.renewal is not None:
+            self._renewals.end(pull.renewal)
+        pull.renewal = None
 
-    def _end_renewal_on(self, rank: int, pull: Pull) -> None:
-        """Stop renewing a load on a rank, because its fence is posted."""
-        for wait in self.waits:
-            if wait.pull is pull and wait.renewal is not None:
-                wait.settled.add(rank)
-                self._renewals.end_rank(wait.renewal, rank)
-
-    def _may_renew(self, wait: Wait) -> bool:
+    def _may_renew(self, pull: Pull) -> bool:
         """Return whether the producer that runs now made the ticket; connect to that."""
         self._reach()
         try:
-            self._check(wait.turn, wait.issue)
+            self._check(pull.turn, pull.issue)
         except TicketError:
             return False
         return True
 
     def _renew(self) -> None:
         """Connect producers, and send the renewals and heartbeats that are due."""
-        for wait in self.waiting:
-            if wait.link is not None and wait.link.broken:
-                self._stop_renewal(wait)
-            if wait.renewal is None and not wait.gone and self._may_renew(wait):
-                self._start_renewal(wait, at_once=True)
+        for pull in self.waiting:
+            if pull.link is not None and pull.link.broken:
+                self._stop_renewal(pull)
+            if pull.renewal is None and not pull.gone and self._may_renew(pull):
+                self._start_renewal(pull, at_once=True)
         due, overdue = self._renewals.take_due(self.now())
         for transfer in self.transfers:
-            if transfer.op is None and any(ask in transfer.loads for ask in overdue):
-                transfer.cancelled = True
-        batches: dict[tuple[Link, int], dict[RenewalRequest, Wait]] = defaultdict(dict)
+            transfer.cancelled |= transfer.op is None and transfer.load in overdue
+        me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
         for ask in due:
             found = self._find(ask)
             if found is not None and found.link is not None:
-                batches[found.link, ask.rank][ask] = found
-        me: dict[str, Any] = {"engine": self.engine.name, "life": self.engine.life}
-        for (link, rank), asks in batches.items():
-            tickets = {ask: wait.issue.ticket for ask, wait in asks.items()}
-            notes = [
-                Renewal(
-                    incarnation=each.incarnation,
-                    slot=each.hold.slot,
-                    generation=each.hold.generation,
+                ticket = found.issue.ticket
+                note = Renewal(
+                    incarnation=ticket.incarnation,
+                    slot=ticket.hold.slot,
+                    generation=ticket.hold.generation,
                     **me,
                 )
-                for each in tickets.values()
-            ]
-            message = self._note(rank, notes, [wait.turn.uid for wait in asks.values()])
-            holds = {ask: each.hold for ask, each in tickets.items()}
-            self._read_words(link, rank, None, holds, message)
+                message = self._note(ask.rank, note, found.turn.uid)
+                self._read_word(found.link, ask.rank, None, ask, ticket.hold, message)
         if (renewed := self.renewed()) and self.now() >= self._next_heartbeat:
             self._next_heartbeat = self.now() + HEARTBEAT_SECONDS
-            for incarnation in sorted({wait.issue.ticket.incarnation for wait in renewed}):
-                note = Heartbeat(incarnation=incarnation, **me)
+            for incarnation in sorted({pull.issue.ticket.incarnation for pull in renewed}):
+                beat = Heartbeat(incarnation=incarnation, **me)
                 for remote in self.remote_ranks:
-                    self.world.fabric.messages.append(self._note(remote.rank, [note], [0]))
+                    self.world.fabric.messages.append(self._note(remote.rank, beat, 0))
 
-    def _find(self, ask: RenewalRequest) -> Wait | None:
-        return next((wait for wait in self.waits if wait.renewal == ask.renewal), None)
+    def _find(self, ask: RenewalRequest) -> Pull | None:
+        every = (*self.waiting, *self.pulls.values())
+        return next((pull for pull in every if pull.renewal == ask.renewal), None)
 
     def _renewal_ended(self, ask: RenewalRequest, transfer: Transfer) -> None:
         if transfer.state is State.FAILED:
             self._renewals.read_ended(ask)
             return
-        wait = self._find(ask)
-        stands = wait is not None and wait.issue.ticket.hold.stands(transfer.words[ask])
+        pull = self._find(ask)
+        stands = pull is not None and pull.hold.stands(transfer.word)
         if not self._renewals.answered(ask, stands=stands):
             return
-        if wait is None:
+        if pull is None:
             raise ProtocolViolation("a renewal that has ended was answered")
-        self._check_gone(wait.turn, wait.issue, transfer.rank)
-        wait.gone = True
-        self._stop_renewal(wait)
-        if wait.pull is not None:
-            self._abort(wait.pull, STALE, gone())
+        self._check_gone(pull.turn, pull.issue, transfer.rank)
+        pull.gone = True
+        self._stop_renewal(pull)
+        if pull not in self.waiting:
+            self._abort(pull, STALE, gone())
 
     # Copies to the device, where the cache is staged.
 
@@ -709,7 +628,7 @@ class ConsumerRank:
 
     def running(self, pull: Pull) -> list[Transfer]:
         """Return a load's transfers that are not final, or whose end was not polled."""
-        return [t for t in self.transfers if pull in t.loads]
+        return [t for t in self.transfers if t.load is pull]
 
     def _check_pages(self, pull: Pull) -> None:
         for page, _, wanted in pull.wants():

@@ -12,8 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.hold_users import HoldUsers
 from kvferry.core.lifecycle.holds import (
@@ -26,19 +24,14 @@ from kvferry.core.lifecycle.holds import (
 )
 from kvferry.core.lifecycle.host_pages import HostPages, Reservation
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.lifecycle.scheduler_holds import SchedulerHolds
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS, BlockPressure
-from kvferry.core.lifecycle.ticket import Ticket, page_limits
-from kvferry.core.memory import Region
-from kvferry.core.messages import WORD_BYTES, RankPayload
-from kvferry.core.security import TicketKey
-from kvferry.testing.engines import proved
-from tests.core.layouts import heads, layout, paged
+from kvferry.core.lifecycle.ticket import Ticket
 from tests.core.lifecycle.consumer_rank import ConsumerRank
 from tests.core.lifecycle.fabric import require
 from tests.core.lifecycle.producer_rank import Device, ProducerRank
 from tests.core.lifecycle.turns import (
+    ABORTED,
     BLOCK,
     LEASE,
     PAGES,
@@ -51,9 +44,8 @@ from tests.core.lifecycle.turns import (
     Stage,
     Step,
     Turn,
-    tokens_digest,
 )
-from tests.core.messages import payload, ticket
+from tests.core.messages import ticket
 
 if TYPE_CHECKING:
     from tests.core.lifecycle.world import World
@@ -63,19 +55,17 @@ Plan = tuple[tuple[RemoteRank, ...], ...]
 
 STEPS_AHEAD = 2
 
-_LAYOUT = layout(heads(block=BLOCK, pages=PAGES + 1), groups=[paged(BLOCK)])
-
 
 class Rank:
     """One rank: its device, and its two halves."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
-        components = engine.world.components
         self.rank = rank
         self.inbox: deque[Step] = deque()
         self.device = Device()
-        self.producer = components.of(ProducerRank)(engine, rank, self.device)
-        self.consumer = components.of(ConsumerRank)(engine, rank, self.device)
+        of = engine.world.components.of
+        self.producer = of(ProducerRank)(engine, rank, self.device)
+        self.consumer = of(ConsumerRank)(engine, rank, self.device)
 
     def launch(self) -> None:
         """Run a step: apply its orders, queue its work, begin and abort loads, report."""
@@ -88,15 +78,13 @@ class Rank:
                 self.device.queue(self.device.blocks.write, page, content._replace(final=final))
         if step.asks:
             self.producer.answer(step)
-        self.device.queue(step.outputs.__setitem__, self.rank, self.report())
+        holds = self.producer.holds
+        report = Report(holds.take_sent(), holds.take_ended(), self.consumer.take_results())
+        self.device.queue(step.outputs.__setitem__, self.rank, report)
         for work in step.work:
             for page, content in work.writes.items() if work.turn.drafter else ():
                 self.device.queue(self.device.blocks.write, page, content)
         self.producer.check()
-
-    def report(self) -> Report:
-        holds = self.producer.holds
-        return Report(holds.take_sent(), holds.take_ended(), self.consumer.take_results())
 
 
 class Engine:
@@ -108,7 +96,7 @@ class Engine:
         self.world, self.name, self.peer, self.plan, self.life = world, name, peer, plan, life
         self.options = options = world.options
         of = world.components.of
-        self.incarnation, self.ticket_key = random_incarnation(), TicketKey()
+        self.incarnation = random_incarnation()
         self.weights = 0
         self.is_paused = False  # until holds and loads are over, to get other weights
         self.free = list(range(1, PAGES + 1))
@@ -116,7 +104,7 @@ class Engine:
         self.turns: dict[RequestId, Turn] = {}
         # By the uid of a request whose load says "done", when that was ordered.
         self.ordered: dict[int, int] = {}
-        self.parts: list[Issue] = []  # tickets, and parts of them, the oldest first
+        self.issued: list[Issue] = []  # tickets, the oldest first
         # The ranks that have reported each request, with these outcomes.
         self.sent: dict[RequestId, set[int]] = defaultdict(set)
         self.ended: dict[RequestId, set[int]] = defaultdict(set)
@@ -124,7 +112,6 @@ class Engine:
         self.holds = of(SchedulerHolds)(options.slots, *draw, max_pages=options.max_held)
         self.pressure = of(BlockPressure)(PAGES, ranks)
         self.users = of(HoldUsers)()
-        self.rooms = Rooms(self.clock())
         self.out_pages, self.in_pages = (self._host_pages() for _ in range(2))
         self.out_pages.ranks = ranks
         self.ends: dict[Hold | None, HoldEnd] = {}  # those that the scheduler half has to end
@@ -132,8 +119,6 @@ class Engine:
         self._ages: dict[int, dict[Hold, float]] = {}
         self.next = Step()
         self.ranks = [of(Rank)(self, rank) for rank in range(ranks)]
-        self.payloads = _payloads(self)
-        self.page_limits = page_limits(self.payloads)
 
     def clock(self, skew: float = 0.0) -> Callable[[], float]:
         """Return the clock of a rank, whose times cannot be compared with another one's."""
@@ -151,8 +136,6 @@ class Engine:
     def add(self, turn: Turn) -> None:
         """Add a request; if its ticket is for another prompt, it computes everything."""
         self.turns[turn.id] = turn
-        if self.options.early and turn.leaves is not Leaves.NOTHING:
-            require(self.rooms.open(turn.room), "no room")
         if turn.source is not None and not self.admits(turn, turn.source):
             turn.source = None
         if turn.source is not None:
@@ -255,11 +238,6 @@ class Engine:
             if not conversations or issue.turn.leaves is Leaves.ANSWER:
                 self.ends.setdefault(issue.ticket.hold, HoldEnd.REVOKED)
 
-    @property
-    def issued(self) -> list[Issue]:
-        """Return its tickets, the oldest first."""
-        return [issue for issue in self.parts if issue.is_last]
-
     def update(self) -> None:
         """Pause, and get other weights when all holds and loads are over."""
         self.is_paused = True
@@ -292,8 +270,7 @@ class Engine:
     # What planted faults replace.
 
     def admits(self, turn: Turn, issue: Issue) -> bool:
-        is_same = tokens_digest(turn.believed(issue)) == issue.ticket.digest
-        return is_same and issue.ticket.weights == self.version()
+        return turn.fits and issue.ticket.weights == self.version()
 
     def version(self) -> str:
         """Return the name of the weights, as tickets have it."""
@@ -305,7 +282,7 @@ class Engine:
     def _publish(self, turn: Turn, chunks: int) -> None:
         hold = self.holds.mark(turn.id, chunks * BLOCK)
         if hold is not None:
-            self.rooms.publish(turn.room, self._issue(turn, hold, turn.pages[:chunks]))
+            turn.part = self._issue(turn, hold, turn.pages[:chunks])
 
     def drop(self, turn: Turn) -> None:
         """End the hold of a request that gets no ticket, and what it has reserved."""
@@ -313,7 +290,7 @@ class Engine:
         require(self.holds.drop(turn.id) is had, "dropped a request that has no hold, or not")
         turn.hold = None
         self.out_pages.cancel(turn.id)
-        self.rooms.close(turn.room, "aborted")
+        turn.part = ABORTED
 
     def reclaim(self, pages: int) -> int:
         kept = self.conversations
@@ -344,8 +321,8 @@ class Engine:
         for _, content in loaded:
             require(content.weights == self.weights, "pages of other weights accepted:", content)
         for each in self.ranks:
-            each.consumer.check_loaded(loaded[turn.cached :])
-            each.device.queue(each.consumer.check_loaded, loaded[turn.cached :])
+            each.consumer.check_loaded(loaded)
+            each.device.queue(each.consumer.check_loaded, loaded)
 
     def hear_sent(self, rank: int, request: RequestId) -> None:
         self._check_sent(rank, request)
@@ -370,16 +347,14 @@ class Engine:
     def _hear_news(self, turn: Turn) -> None:
         """Act on what was heard of the request that is followed."""
         news, turn.news = turn.news, None
-        if turn.follows is None or news is None or not (news.error or news.part):
-            return  # it is computed here meanwhile, or is in the producer's queue
-        parts = self.world.engines[self.peer].parts
-        issue = parts[int.from_bytes(news.part, "big")] if news.part else None
-        if issue is None or not self.admits(turn, issue):
+        if turn.follows is None or news is None:
+            return  # it is computed here meanwhile
+        if isinstance(news, str) or not self.admits(turn, news):
             self.abort(turn)
             return
-        turn.source, turn.is_last = issue, news.is_last
+        turn.source, turn.is_last = news, news.is_last
         if turn.stage is Stage.LOADING:
-            self.next.begins.append(LoadOrder(turn, issue, pulls=True, is_last=turn.is_last))
+            self.next.begins.append(LoadOrder(turn, news, pulls=True, is_last=turn.is_last))
 
     def awaits_part(self, turn: Turn) -> bool:
         return turn.follows is not None and turn.source is None
@@ -387,10 +362,6 @@ class Engine:
     def _admit(self, turn: Turn) -> None:
         """Let a request begin, if it has all that it needs."""
         if self.awaits_part(turn) or not self._has_host_pages(turn):
-            return
-        if 0 < turn.wanted <= turn.cached:
-            self._forgo(turn)
-            self.forget(turn)
             return
         holds = turn.leaves is not Leaves.NOTHING and self._may_hold(turn)
         if turn.size > len(self.free) or holds is None:
@@ -413,12 +384,8 @@ class Engine:
         """Reserve host pages for a load; after too long a wait, it does without one."""
         if not self.options.staged or turn.source is None:
             return True
-        if turn.asked is None:
-            turn.asked = self.world.now
         found = self.in_pages.reserve(turn.id, turn.wanted)
         if found is Reservation.REFUSED:
-            late = self.world.now >= turn.asked + PATIENCE
-            require(late or turn.wanted > self.in_pages.total, "refused at once")
             self._forgo(turn)
         return found is not Reservation.WAITING
 
@@ -467,8 +434,8 @@ class Engine:
             if entry.given_up is HoldEnd.EVICTED:
                 self.ends.setdefault(entry.hold, HoldEnd.EVICTED)
         self._check_limit()
-        self.rooms.finish(turn.room, self._issue(turn, hold, pages, is_last=True))
-        self.world.issues.append(self.parts[-1])
+        turn.part = self._issue(turn, hold, pages, is_last=True)
+        self.world.issues.append(turn.part)
 
     def _readable(self, turn: Turn) -> tuple[int, ...]:
         """Return the pages that peers read; none if too few host pages are free."""
@@ -485,9 +452,8 @@ class Engine:
 
     def _issue(
         self, turn: Turn, hold: Hold, pages: tuple[int, ...], *, is_last: bool = False
-    ) -> bytes:
-        """Make a ticket, or a part; return its name."""
-        tokens = turn.tokens[: len(pages) * BLOCK]
+    ) -> Issue:
+        """Make a ticket, or a part."""
         is_computed = not (turn.drafter or turn.leaves is Leaves.ANSWER or self.options.staged)
         made = ticket(
             engine=self.name,
@@ -496,22 +462,22 @@ class Engine:
             hold=hold,
             pages=(pages,),
             first_index=(0,),
-            tokens=len(tokens),
-            digest=tokens_digest(tokens),
+            tokens=len(pages) * BLOCK,
             computed=is_last and is_computed,
             tp_size=len(self.ranks),
             weights=self.version(),
         )
         issue = Issue(
-            ticket=proved(made, self.ticket_key),
+            ticket=made,
             producer=self,
             turn=turn,
             contents=tuple(turn.contents()[: len(pages)]),
             made=self.world.now,
             is_last=is_last,
         )
-        self.parts.append(issue)
-        return (len(self.parts) - 1).to_bytes(4, "big")
+        if is_last:
+            self.issued.append(issue)
+        return issue
 
     def _hear_ended(self, rank: int, ended: EndedHold) -> None:
         request = ended.request
@@ -595,16 +561,3 @@ class Engine:
     def _check_may_not_land(self, turn: Turn) -> None:
         clash = any(rank.consumer.may_land(turn) for rank in self.ranks)
         require(not clash, "pages given back while a byte can land in them")
-
-
-def _payloads(engine: Engine) -> list[RankPayload]:
-    slots = Region(address=1 << 20, nbytes=WORD_BYTES * engine.options.slots)
-    return [
-        structs.replace(
-            payload(rank.rank, engine=engine.name, incarnation=engine.incarnation),
-            layout=_LAYOUT,
-            slots=slots,
-            watermarks=slots,
-        )
-        for rank in engine.ranks
-    ]

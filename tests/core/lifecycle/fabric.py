@@ -7,11 +7,12 @@ connection does not break, the read returns memory of the new incarnation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvferry.core.errors import PeerLostError, TransferCancelledError, TransportError
 from kvferry.core.lifecycle.load_machine import LoadAction
+from kvferry.core.messages import Note
 from kvferry.core.transport import State
 
 T = TypeVar("T")
@@ -71,15 +72,15 @@ class Link:
 class Message:
     """A notification on its way to a rank of engine ``to``.
 
-    ``origins`` has, per release, the consumer's request that caused it. Real messages do not; the
+    ``origin`` is the consumer's request that caused it. Real messages do not have that; the
     checks need it to know which request ended a hold.
     """
 
     sender: str
     to: str
     rank: int
-    payload: bytes
-    origins: tuple[int, ...]
+    note: Note
+    origin: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -89,24 +90,14 @@ class Transfer:
     op: LoadAction | None  # the action that it performs; ``None`` for a renewal
     link: Link
     rank: int
-    loads: tuple[Any, ...]  # all loads, or renewals, that it serves
+    load: Any  # the load, or renewal, that it serves
     items: list[Any]  # the items that have not landed
     take: Callable[[Any, int], None]  # reads one item from the producer rank that runs now
-    # The slot words that have landed, by load or renewal.
-    words: dict[Any, int] = field(default_factory=dict)
+    word: int = 0  # the slot word that has landed
     message: Message | None = None  # the notification that is bound to it
-    # The loads that have not cancelled it; it is cancelled when none is left.
-    wanted: set[Any] = field(init=False)
     state: State = State.PENDING
     error: TransportError | None = None
     cancelled: bool = False
-
-    def __post_init__(self) -> None:
-        self.wanted = set(self.loads)
-
-    def cancel(self, load: object) -> None:
-        self.wanted.discard(load)
-        self.cancelled = not self.wanted
 
 
 class Fabric:

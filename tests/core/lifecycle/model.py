@@ -74,9 +74,6 @@ class _Walker:
 
     def __init__(self, rng: random.Random, options: Options) -> None:
         self._rng = rng
-        # Numbers of their own, so that walks without updates are not others because of these.
-        self._updates = random.Random(str(rng.getstate()))
-        self._has_updates = self._updates.random() < 1 / 3
         paces = [(0, 1, 2, 3, 8), (0, 0, 0, 8), (0, 1), (8,)]
         self._items = rng.choice(paces + [(0,)] * 3 if options.staged else paces)
         self._slow = rng.choice((("", " slow=1", " slow=2"), (" slow=1", " slow=2"), ("",)))
@@ -90,16 +87,12 @@ class _Walker:
 
     def burst(self, world: World) -> Iterator[str]:
         rng = self._rng
-        if self._has_updates and self._updates.random() < 0.1:
-            yield from self._revokes(world)
-        yield from rng.choices(
-            (self._asks, self._runs, self._moves, self._stops, self._waits, self._fails),
-            (6, 3, 8, 2, 2, 2),
-        )[0](world)
+        kinds = self._asks, self._runs, self._moves, self._stops, self._waits, self._fails
+        yield from rng.choices((*kinds, self._revokes), (6, 3, 8, 2, 2, 2, 1))[0](world)
 
     def _revokes(self, world: World) -> Iterator[str]:
         """Yield a request to end what an engine holds, or updates of engines."""
-        name, rng = self._updates.choice(list(world.engines)), self._updates
+        name, rng = self._rng.choice(list(world.engines)), self._rng
         if rng.random() < 0.5:
             yield rng.choice((f"revoke {name}", f"revoke {name} 1"))
             return
@@ -110,9 +103,9 @@ class _Walker:
     def _pick(self, *choices: str) -> str:
         return self._rng.choice(choices)
 
-    def _sometimes(self, text: str, most: int = 1) -> str:
-        """Return a word in one of six cases; with ``{}``, with a number in it."""
-        return " " + text.format(self._rng.randint(0, most)) if self._rng.random() < 1 / 6 else ""
+    def _sometimes(self, word: str) -> str:
+        """Return a word in one of six cases."""
+        return f" {word}" if self._rng.random() < 1 / 6 else ""
 
     def _asks(self, world: World) -> Iterator[str]:
         rng, options = self._rng, world.options
@@ -143,7 +136,6 @@ class _Walker:
                 how = self._pick(*["unfit", "forged", "sample", "sample"], *[""] * 8)
                 yield (
                     f"ask {name} {rng.randint(1, 2)} back={back} leaves={leaves}"
-                    + (self._sometimes("cached={}", 2) if leaves == "nothing" else "")
                     + (f" how={how}" if how else "")
                 )
                 yield from self._runs(world, name)

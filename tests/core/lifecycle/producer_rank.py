@@ -12,7 +12,7 @@ from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.leased_holds import LeasedHolds
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Heartbeat, Renewal, decode_notes
+from kvferry.core.messages import Heartbeat, Renewal
 from tests.core.lifecycle.fabric import Content, Message, require
 from tests.core.lifecycle.protocol_table import Cause, ProtocolTable
 from tests.core.lifecycle.turns import PAGES, Step
@@ -149,17 +149,17 @@ class ProducerRank:
 
     def hear(self, message: Message) -> None:
         now = self.now()
-        for note, origin in zip(decode_notes(message.payload), message.origins, strict=True):
-            if isinstance(note, Renewal):
-                self.holds.renew(note, now)
-                self.table.renewed(note, now)
-            elif isinstance(note, Heartbeat):
-                self.holds.heartbeat(note, now)
-                self.table.heartbeat(note, now)
-            else:
-                verdict, expected = self.holds.release(note), self.table.heard(note, origin)
-                same = verdict is expected or not self._strict
-                require(same, "verdict", verdict, "not", expected)
+        note = message.note
+        if isinstance(note, Renewal):
+            self.holds.renew(note, now)
+            self.table.renewed(note, now)
+        elif isinstance(note, Heartbeat):
+            self.holds.heartbeat(note, now)
+            self.table.heartbeat(note, now)
+        else:
+            verdict, expected = self.holds.release(note), self.table.heard(note, message.origin)
+            same = verdict is expected or not self._strict
+            require(same, "verdict", verdict, "not", expected)
         self.check()
 
     def check(self) -> None:

@@ -11,14 +11,6 @@ from tests.core.messages import ticket
 A, B, C, D = (RequestId(name) for name in "abcd")
 
 
-def test_holds_with_another_generation_incarnation_or_engine_are_not_shared() -> None:
-    users = HoldUsers()
-    tickets = (ticket(), ticket(8), ticket(incarnation=6), ticket(engine="another"))
-    for request, one in zip((A, B, C, D), tickets, strict=True):
-        users.add(request, one)
-    assert [users.order(request) for request in (A, B, C, D)] == [False] * 4
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_done_is_ordered_with_a_ticket_that_loaded(first: bool) -> None:
     """Of two tickets for one hold, a client has altered the address in one."""

@@ -44,10 +44,6 @@ def test_a_hold_out_of_bounds_is_refused(slot: int, generation: int) -> None:
         Hold(slot=slot, generation=generation)
 
 
-def test_holds_are_ordered_by_slot() -> None:
-    assert Hold(slot=1, generation=9) < Hold(slot=2, generation=1)
-
-
 @pytest.mark.parametrize("draw", [random_generation, random_incarnation])
 def test_random_numbers_use_63_bits_and_do_not_repeat(draw: type[int]) -> None:
     drawn = [draw() for _ in range(256)]

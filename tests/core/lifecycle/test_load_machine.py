@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.core.errors import DeadlineError, KVFerryError, TransportError
+from kvferry.core.errors import DeadlineError, KVFerryError, StaleError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold
 from kvferry.core.lifecycle.load_machine import (
     WATERMARK_SECONDS,
@@ -137,7 +137,7 @@ def test_unexpected_events_change_nothing() -> None:
 
 def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load, now = begin(0, computed=False, tokens=8, deadline=10.0), 100.0
-    assert (load.awaits_parts, load.is_idle) == (True, True)
+    assert load.is_idle
     load.tick(now)
     assert load.acts == [(CHECK, 0)], "the deadline counts after the last part"
     assert not load.is_idle
@@ -153,7 +153,7 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load.watermark_read(0, HOLD.watermark(8))
     assert load.acts == [(READ, 0, 8)]
     load.pages_read(0)
-    assert (load.awaits_parts, load.is_idle) == (True, True)
+    assert load.is_idle
     load.extend(HOLD, 16, 10.0)
     load.tick(now + WATERMARK_SECONDS)
     load.watermark_read(0, HOLD.watermark(14))
@@ -161,13 +161,27 @@ def test_finished_chunks_are_read_then_the_rest_is_fenced() -> None:
     load.pages_read(0)
     load.finish(HOLD, computed=True, deadline=LATE)
     assert load.acts == [(READ, 12, None)]
-    assert (load.awaits_parts, load.is_idle) == (False, False)
+    assert not load.is_idle
     load.pages_read(0)
     load.tick(LATE - 1.0)
     assert load.acts == [(FENCE, 0)]
     load.fenced(0, HOLD.computing)
     assert load.acts == [REPORT]
     assert load.failure is None
+
+
+def test_an_early_load_is_checked_before_the_rest_is_read_unless_all_is_computed() -> None:
+    load = begin(0, computed=False, tokens=8)
+    load.tick(0.0)
+    load.checked(0, HOLD.computing)
+    load.watermark_read(0, HOLD.watermark(8))
+    load.pages_read(0)
+    load.actions.clear()
+    load.finish(HOLD, computed=False, deadline=LATE)
+    assert load.acts == [(CHECK, 0)]
+    load.checked(0, NOTHING)
+    assert load.acts == [(ABANDON, 0), REPORT], "the hold stood before"
+    assert isinstance(load.failure, StaleError)
 
 
 # Loads that wait for the device, and those of a staged cache, which are copied there.

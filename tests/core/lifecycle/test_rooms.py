@@ -168,24 +168,6 @@ def test_who_knows_no_prompt_hears_of_the_first_open_room_of_the_name(rooms: Hou
     assert rooms.heard(ONE).prompt == b"one"
 
 
-@pytest.mark.parametrize("forgotten", ["xyz", "yxz", "zyx"])
-def test_rooms_are_forgotten_once_their_tickets_are_used_up(forgotten: str, rooms: House) -> None:
-    """Those of one name in any order; one that is open is not."""
-    ids = {prompt: room_id("a", prompt.encode()) for prompt in "xyz"}
-    rooms.forget(A)
-    for prompt in "xyz":
-        assert rooms.open(ids[prompt])
-        rooms.forget(ids[prompt])
-        assert rooms.heard(ids[prompt])
-    for prompt in "yxz":
-        assert rooms.finish(ids[prompt], b"ticket")
-    for prompt in forgotten:
-        rooms.forget(ids[prompt])
-    assert not len(rooms)
-    assert rooms.open(ids["y"])
-    assert rooms.heard(A)
-
-
 @pytest.mark.parametrize("nbytes", [0, MAX_PART_BYTES + 1])
 def test_a_part_of_another_length_is_not_published_and_such_a_ticket_is_an_error(
     nbytes: int, rooms: House

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 from kvferry.core.errors import CopyError
@@ -69,41 +67,6 @@ def test_a_watermark_is_ordered_once_for_the_newest_tokens(four: Holds) -> None:
     assert orders.watermarks == ((hold, 32),)
     assert orders.needs_device
     assert not four.drain()
-
-
-@pytest.mark.parametrize("end", ["ticket", "drop", "preemption"])
-def test_a_watermark_is_not_ordered_for_a_hold_that_is_computed_or_gone(
-    end: str, four: Holds
-) -> None:
-    four.begin("a")
-    four.drain()
-    four.mark(A, 16)
-    if end == "ticket":
-        four.ticket(A, LEASE)
-        assert four.mark(A, 32) is None
-    elif end == "drop":
-        four.drop(A)
-    else:
-        four.take_on(A)
-    assert not four.drain().watermarks
-
-
-ANY = Hold(slot=0, generation=1)
-
-
-@pytest.mark.parametrize(
-    "orders",
-    [
-        HoldOrders(drops=(ANY,)),
-        HoldOrders(take_ons=((A, ANY),)),
-        HoldOrders(tickets=(NewTicket(request=A, hold=ANY, lease=LEASE),)),
-        HoldOrders(ends=(ANY,)),
-    ],
-)
-def test_orders_of_any_kind_are_true_and_can_be_pickled(orders: HoldOrders) -> None:
-    assert orders
-    assert not HoldOrders()
-    assert pickle.loads(pickle.dumps(orders)) == orders
 
 
 def test_the_copy_of_a_ticket_goes_with_its_hold(four: Holds) -> None:
@@ -230,21 +193,6 @@ def test_a_page_of_several_answers_is_free_when_all_are_reclaimed(six: Holds) ->
         six.add(name, 1, 2, ttl=TTL)
     assert six.reclaimable_pages == 2
     assert six.reclaim(1) == 3
-
-
-def test_answers_that_ended_otherwise_are_not_reclaimed(six: Holds) -> None:
-    for name in "abc":
-        six.add(name, ord(name), ttl=TTL)
-    six.revoke(A)
-    six.sent(B)
-    assert six.reclaim(9) == 1
-    six.reset()
-    assert six.reclaimable_pages == 0
-    assert six.reasons("ac") == [HoldEnd.REVOKED, HoldEnd.RECLAIMED]
-    six.add("d", 4, ttl=TTL)
-    six.reset()
-    assert (six.reclaim(9), six.is_reclaiming) == (0, False)
-    assert six.reasons("d") == [HoldEnd.REVOKED]
 
 
 # Silent holds, which are given up when blocks are lacking.

@@ -151,6 +151,7 @@ THREE = replace(TICKET, tp_size=3)
         (THREE, [*payloads(3)[:2], *payloads(3, incarnation=98)[2:]], "now 98"),
         (TICKET, payloads(2), "tp_size 1, the handshake 2"),
         (TICKET, payloads(slots=3), "slot 3; the producer has 3"),
+        (TICKET, payloads() + payloads(slots=3), "slot 3; the producer has 3"),
         (
             replace(TICKET, pages=((1,),), first_index=(0,)),
             payloads(),

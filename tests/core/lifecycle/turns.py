@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvferry.core.errors import KVFerryError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, RequestId
-from kvferry.core.lifecycle.prompt_digest import digest
-from kvferry.core.lifecycle.rooms import RoomId, room_id
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders
 from kvferry.core.lifecycle.silent_holds import Silence
 from kvferry.core.lifecycle.ticket import Ticket
-from kvferry.core.side_channel_messages import RoomNews
 from tests.core.lifecycle.fabric import Content
 
 if TYPE_CHECKING:
@@ -34,6 +31,7 @@ PATIENCE = LEASE / 2
 STALE = "stale"
 LATE = "late"
 """Why a load must fail, where the error is made by the load itself."""
+ABORTED = "aborted"
 
 
 class Leaves(enum.Enum):
@@ -70,16 +68,14 @@ class Turn:
     errs: bool = False  # whether it ends with an error, so that nothing is held
     # The ticket with which it came, or its newest part; ``None`` if all is computed.
     source: Issue | None = None
-    # How many leading blocks are in the prefix cache; if all are, nothing is loaded.
-    cached: int = 0
     fits: bool = True  # whether it has the prompt that the ticket is about
     forged: bool = False  # whether its ticket names other blocks than the producer's
     # Whether more requests with its ticket may be on their way, unknown to the scheduler.
     sample: bool = False
     # The request of the producer whose parts it loads, while that one is computed.
     follows: Turn | None = None
-    news: RoomNews | None = None  # what was heard of that, by ``version``, and is not used yet
-    version: int = 0
+    heard: Issue | str | None = None  # what was heard last of that
+    news: Issue | str | None = None  # the same until it is used
     is_last: bool = True  # whether ``source`` is the ticket, not a part of it
     stage: Stage = Stage.WAITING
     epoch: int = 0
@@ -87,22 +83,19 @@ class Turn:
     late: bool = False  # whether a step was under way when it ended, which computes its last token
     loaded: int = 0  # how many of its blocks hold what was loaded
     weights: int = 0  # the version of the weights that compute the others
-    asked: float | None = None
-    """When it first asked for host pages to load to."""
     pages: tuple[int, ...] = ()
     host: tuple[int, ...] = ()
     """The host pages to which it loads, where the cache is staged."""
     hold: Hold | None = None
+    # Its ticket, or newest part, or ``ABORTED``: what its followers hear.
+    part: Issue | str | None = None
     # Each rank's report of its load.
     outcomes: dict[int, KVFerryError | None] = field(default_factory=dict)
 
     @property
-    def tokens(self) -> list[int]:
-        return [self.uid * 100 + i for i in range(self.size * BLOCK)]
-
-    @property
-    def room(self) -> RoomId:
-        return room_id(f"room-{self.uid}")
+    def has_news(self) -> bool:
+        """Return whether there is more to hear of the request that it follows."""
+        return self.follows is not None and self.follows.part is not self.heard
 
     @property
     def wanted(self) -> int:
@@ -110,11 +103,6 @@ class Turn:
         if self.source is None:
             return 0
         return min(self.size, self.source.turn.size)
-
-    def believed(self, issue: Issue) -> list[int]:
-        """Return the tokens that it has, where a ticket covers them."""
-        tokens = issue.turn.tokens[: issue.ticket.tokens]
-        return tokens if self.fits else [-1, *tokens[1:]]
 
     def contents(self) -> list[Content]:
         """Return what its blocks contain when everything is computed."""
@@ -196,8 +184,3 @@ class Step:
     # The ages of each rank's holds at that time, by the protocol table.
     ages: dict[int, dict[Hold, float]] = field(default_factory=dict)
     outputs: dict[int, Report] = field(default_factory=dict)
-
-
-def tokens_digest(tokens: list[int]) -> bytes:
-    """Return the digest of a prompt without LoRA, images or salt."""
-    return digest(tokens, None)

@@ -15,12 +15,10 @@ from typing import Any
 from kvferry.core.errors import HandshakeError, TransportError
 from kvferry.core.lifecycle.holds import NOTHING, Hold, HoldEnd, RequestId
 from kvferry.core.lifecycle.load_machine import RemoteRank
-from kvferry.core.lifecycle.rooms import RoomId
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from kvferry.core.messages import Heartbeat, Release, Renewal, decode_notes
-from kvferry.core.side_channel_messages import encode
+from kvferry.core.messages import Heartbeat, Release, Renewal
 from kvferry.core.transport import State
-from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull, Wait
+from tests.core.lifecycle.consumer_rank import ConsumerRank, Pull
 from tests.core.lifecycle.engine import Engine, Plan, Rank
 from tests.core.lifecycle.fabric import Components, Fabric, Message, require
 from tests.core.lifecycle.producer_rank import ProducerRank
@@ -30,8 +28,6 @@ IDS = [RequestId(f"request-{i}") for i in range(5)]
 """All engines use the same ids, and use them again."""
 PROGRESS = 80
 """Seconds within which every request must end once nothing fails any more."""
-_BIT = 1 << 40
-"""Flipped to make another incarnation or generation."""
 
 
 def _plan(*ranks: str) -> Plan:
@@ -169,16 +165,9 @@ class World:
 
     def do_follow(self, name: str) -> None:
         """Let an engine hear of the requests that it follows."""
-        engine = self.engines[name]
-        followed = {
-            turn.follows.room: turn
-            for turn in engine.turns.values()
-            if turn.follows is not None and not turn.is_last
-        }
-        rooms = self.engines[engine.peer].rooms
-        for news in rooms.news([(room, turn.version) for room, turn in followed.items()]):
-            turn = followed[RoomId(news.room)]
-            turn.news, turn.version = news, news.version
+        for turn in self.engines[name].turns.values():
+            if turn.follows is not None and turn.has_news and not turn.is_last:
+                turn.news = turn.heard = turn.follows.part
 
     def do_launch(self, name: str) -> None:
         if (rank := self._rank(name)) and rank.inbox:
@@ -227,8 +216,7 @@ class World:
 
     def _deliver(self, message: Message) -> None:
         self.fabric.messages.remove(message)
-        forged = not self._forged.isdisjoint(message.origins)
-        require(not forged, "a message about a forged ticket:", message)
+        require(message.origin not in self._forged, "a message about a forged ticket:", message)
         self.engines[message.to].ranks[message.rank].producer.hear(message)
 
     # Several steps at once.
@@ -295,19 +283,19 @@ class World:
         """Let more than a lease pass, while every renewal arrives in time."""
         self._claim()
         kept = [
-            (wait, rank)
-            for wait, ranks in self._renewed()
+            (pull, rank)
+            for pull, ranks in self._renewed()
             for rank in ranks
-            if rank.table.fresh(wait.issue.ticket.hold, rank.now())
+            if rank.table.fresh(pull.hold, rank.now())
         ]
         for _ in range(10):
             self.now += LEASE / 6
             self._claim()
-        for wait, rank in kept:
-            hold = wait.issue.ticket.hold
+        for pull, rank in kept:
+            hold = pull.hold
             cause = rank.table.over.get(hold)
             expired = cause is not None and cause.why == "expired"
-            waited = wait.renewal is not None and rank.rank not in wait.settled
+            waited = pull.renewal is not None and rank.rank not in pull.settled
             require(not (expired and waited), "expired, although it was renewed:", hold)
 
     def do_starve(self, seconds: int = 3, first: int = 0, until: int = 9) -> None:
@@ -354,9 +342,9 @@ class World:
     def _claimed(self, ranks: list[ProducerRank]) -> list[Hold]:
         """Return the holds that consumers renew on one of these ranks."""
         return [
-            wait.issue.ticket.hold
-            for wait, renewed in self._renewed()
-            if any(rank in ranks and rank.rank not in wait.settled for rank in renewed)
+            pull.hold
+            for pull, renewed in self._renewed()
+            if any(rank in ranks and rank.rank not in pull.settled for rank in renewed)
         ]
 
     def _claim(self, ranks: list[ProducerRank] | None = None) -> None:
@@ -369,8 +357,7 @@ class World:
                         self.fabric.land(transfer, 0)
                 rank.poll()
         for message in list(self.fabric.messages):
-            notes = decode_notes(message.payload)
-            if not all(isinstance(note, Renewal | Heartbeat) for note in notes):
+            if not isinstance(message.note, Renewal | Heartbeat):
                 continue
             if ranks is None or self.engines[message.to].ranks[message.rank].producer in ranks:
                 self._deliver(message)
@@ -378,14 +365,14 @@ class World:
             for each in engine.ranks:
                 each.producer.tick()
 
-    def _renewed(self) -> Iterator[tuple[Wait, list[ProducerRank]]]:
+    def _renewed(self) -> Iterator[tuple[Pull, list[ProducerRank]]]:
         """Yield what is renewed at a producer that runs now, with its ranks."""
         for engine in self.engines.values():
             for rank in (each.consumer for each in engine.ranks):
-                for wait in rank.renewed():
-                    if wait.issue.producer is rank.producer():
-                        ranks = wait.issue.producer.ranks
-                        yield wait, [ranks[p.rank].producer for p in rank.remote_ranks]
+                for pull in rank.renewed():
+                    if pull.issue.producer is rank.producer():
+                        ranks = pull.issue.producer.ranks
+                        yield pull, [ranks[p.rank].producer for p in rank.remote_ranks]
 
     # What users do.
 
@@ -397,7 +384,6 @@ class World:
         back: int | None = None,
         chunks: int = 1,
         leaves: str = "",
-        cached: int = 0,
         follower: str = "",
         how: str = "",
     ) -> None:
@@ -421,7 +407,6 @@ class World:
             chunks=size if self.options.early else chunks,
             leaves=Leaves(leaves or default),
             source=source,
-            cached=cached,
             drafter="drafter" in how,
             errs="errs" in how,
             fits="unfit" not in how,
@@ -430,7 +415,6 @@ class World:
         )
         if source is not None and not self.options.pair:
             turn.size = source.turn.size
-            turn.cached = min(cached, turn.size)
         if turn.forged:
             self._forged.add(turn.uid)
         engine.add(turn)
@@ -505,29 +489,20 @@ class World:
         self.engines[name].weights = old.weights
 
     def do_stray(self, index: int = 0) -> None:
-        """Deliver releases that differ from a hold of P in incarnation, generation or slot."""
+        """Deliver a release of a hold of P in the name of another incarnation."""
         producer = self.engines["P"]
         holds = [turn.hold for turn in producer.turns.values() if turn.hold is not None]
-        if not holds:
-            return
-        hold = holds[index % len(holds)]
-        slot, generation, incarnation = hold.slot, hold.generation, producer.incarnation
-        for other, mine in (
-            (Hold(slot=slot + 1, generation=generation), incarnation),
-            (Hold(slot=slot, generation=generation ^ _BIT), incarnation),
-            (hold, incarnation ^ _BIT),
-        ):
-            names: dict[str, Any] = {
-                "incarnation": mine,
-                "slot": other.slot,
-                "generation": other.generation,
-            }
-            note = Release(**names, engine="A", rank=0, expected=1)
+        for hold in holds[index : index + 1]:
+            note = Release(
+                incarnation=producer.incarnation ^ 1,
+                slot=hold.slot,
+                generation=hold.generation,
+                engine="A",
+                rank=0,
+                expected=1,
+            )
             for rank in producer.ranks:
-                stray = Message(
-                    sender="A", to="P", rank=rank.rank, payload=encode([note]), origins=(0,)
-                )
-                rank.producer.hear(stray)
+                rank.producer.hear(Message(sender="A", to="P", rank=0, note=note, origin=0))
 
     # What must hold always, at rest, and at the end. What must hold at an event is checked there.
 
@@ -560,9 +535,8 @@ class World:
     def _is_stuck(self, engine: Engine, turn: Turn) -> bool:
         """Return whether a request waits for what is held, so that time must pass."""
         if turn.follows is not None and not turn.is_last and turn.stage is not Stage.ABORTED:
-            news = self.engines[engine.peer].rooms.news([(turn.follows.room, turn.version)])
-            followed = not news and self._is_stuck(self.engines[engine.peer], turn.follows)
-            return turn.news is None and followed
+            heard_all = turn.news is None and not turn.has_news
+            return heard_all and self._is_stuck(self.engines[engine.peer], turn.follows)
         if turn.stage is not Stage.WAITING:
             return turn.stage is Stage.HELD
         lacks_host = engine.in_pages.waiting or engine.out_pages.waiting

@@ -34,7 +34,6 @@ from kvferry.core.transport.paged import PagedCopies, check_places
 from tests.core.planner.engine_pairs import random_engine_pair
 from tests.core.planner.oracle import (
     EnginePair,
-    Labels,
     check_rank,
     pages,
     poison,
@@ -208,8 +207,12 @@ def _rows(copies: Copies) -> list[tuple[object, ...]]:
     return list(zip(*numbers, regions, strict=True))
 
 
+_WORKSPACE = Workspace()
+"""It can be used again for other requests."""
+
+
 def _right(pair: EnginePair, rng: Random) -> None:
-    check_rank(pair, rng.randrange(len(pair.local)))
+    check_rank(pair, rng.randrange(len(pair.local)), _WORKSPACE)
 
 
 def check_pages_name_the_same(pair: EnginePair) -> None:
@@ -226,21 +229,12 @@ def check_pages_name_the_same(pair: EnginePair) -> None:
             assert (len(paged), paged.total) == (len(written), written.total)
             assert paged.total == expected.total
             far = pair.remote[source.remote]
-            theirs = labels(far)
+            theirs = [-region for region in poison(far)]
             results = [poison(layout), poison(layout)]
             for copies, memory in zip((written, expected), results, strict=True):
                 run(copies, layout, memory, far, theirs)
             for one, other in zip(*results, strict=True):
                 assert np.array_equal(one, other)
-
-
-def labels(layout: Layout) -> list[Labels]:
-    """Return memory of a layout in which every byte is unlike every other."""
-    starts = np.cumsum([0, *(region.nbytes for region in layout.regions)])
-    return [
-        np.arange(start, start + region.nbytes, dtype=np.int64)
-        for start, region in zip(starts, layout.regions, strict=False)
-    ]
 
 
 CHECKS: dict[str, Callable[[EnginePair, Random], None]] = {

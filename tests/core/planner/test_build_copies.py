@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from msgspec.structs import replace as replace_field
 
 from kvferry.core.errors import PageError
 from kvferry.core.layout import Layout
@@ -20,21 +19,14 @@ from kvferry.core.planner.build_copies import (
     build_copies,
 )
 from kvferry.core.planner.plan import make_plan
-from kvferry.core.planner.unwritten import Spans, first_written_tokens, unwritten_spans
+from kvferry.core.planner.unwritten import first_written_tokens, unwritten_spans
 from kvferry.core.transport.copies import Copies
 from kvferry.core.transport.paged import PagedCopies
-from tests.core.layouts import DIM, STATE, heads, layout, model, paged, plain_field, stacked
-from tests.core.planner.oracle import check_rank, pages
-from tests.core.planner.properties import SEEDS, pair_of
+from tests.core.layouts import DIM, STATE, heads, layout, paged, plain_field, stacked
+from tests.core.planner.oracle import pages
 
 PAGE = 4 * 16 * DIM
 """Bytes of K, or of V, of one layer in a page of ``tests.core.layouts``."""
-
-
-def test_a_workspace_can_be_used_again_for_other_requests() -> None:
-    workspace = Workspace()
-    for seed in SEEDS:
-        check_rank(pair_of(seed), 0, workspace)
 
 
 def request(
@@ -49,20 +41,6 @@ def copies_of(local: Layout, remote: Layout, read_request: ReadRequest) -> Copie
     """Return the copies of a request between two engines of one rank each."""
     found = make_plan([local], [remote], 0)
     return build_copies(found.sources[0], read_request)
-
-
-def unwritten(local: Layout, remote: Layout, read_request: ReadRequest) -> list[Spans]:
-    """Return the spans that those copies leave unwritten."""
-    return unwritten_spans(local, make_plan([local], [remote], 0), read_request)
-
-
-def offsets_of(found: Sequence[Spans]) -> list[tuple[int, int]]:
-    """Return (offset in its region, length) of each span."""
-    return [
-        span
-        for each in found
-        for span in zip(each.offsets.tolist(), each.nbytes.tolist(), strict=True)
-    ]
 
 
 def blocks_of(tokens: int, order: str = "NHD") -> Layout:
@@ -108,7 +86,7 @@ def test_the_first_token_that_is_written(
     assert first_written_tokens(near, make_plan([near], [far], 0), read_request) == (first,)
 
 
-FIVE, ONE, HND = stacked(5), blocks_of(16), blocks_of(16, "HND")
+FIVE = stacked(5)
 
 
 @pytest.mark.parametrize(
@@ -201,47 +179,4 @@ def test_other_pages_that_cannot_be_are_refused() -> None:
         copies_of(state, state, request((1, 16), [3], [7]))
     one = layout(heads())
     with pytest.raises(PageError, match="local group 0: page id 100 does not lie in 0 to 99"):
-        unwritten(one, one, request((0, 16), [3, 100], [4]))
-
-
-def with_draft() -> Layout:
-    """Return K of a layer and of a draft layer, in one page of one group."""
-    draft = replace_field(heads("d", page_stride=2 * PAGE, offset=PAGE), draft=True)
-    return layout(heads("k", page_stride=2 * PAGE), draft)
-
-
-@pytest.mark.parametrize(
-    ("local", "remote", "read_request", "expected"),
-    [
-        (ONE, ONE, request((0, 17), [3, 5], [4, 6]), []),
-        (ONE, ONE, request(None, [3, 5], [4, 6]), []),
-        (ONE, ONE, request((20, 20), [3, 5], [4, 6]), [(3 * PAGE, PAGE), (5 * PAGE, PAGE)]),
-        (ONE, ONE, request((20, 21), [3, 5], [0, 6]), [(3 * PAGE, PAGE)]),
-        (
-            stacked(2),
-            stacked(2),
-            request((0, 16), [3, 9, 0, 8, 5], [4]),
-            [(5 * 4 * PAGE, 4 * PAGE), (8 * 4 * PAGE, 2 * 4 * PAGE)],
-        ),
-        (blocks_of(64), ONE, request((20, 40), [3], [0, 6, 7]), [(12 * PAGE, 4 * PAGE)]),
-        (blocks_of(32, "HND"), HND, request((0, 10), [3], [1]), [(6 * PAGE, 2 * PAGE)]),
-        (
-            with_draft(),
-            HND,
-            request((0, 20), [3, 5, 0, 8], [4, 6]),
-            [(7 * PAGE, PAGE), (11 * PAGE, PAGE), (16 * PAGE, 2 * PAGE)],
-        ),
-        (with_draft(), with_draft(), request((0, 20), [3, 5], [4, 6]), []),
-    ],
-)
-def test_the_spans_that_stay_unwritten(
-    local: Layout, remote: Layout, read_request: ReadRequest, expected: list[tuple[int, int]]
-) -> None:
-    assert offsets_of(unwritten(local, remote, read_request)) == expected
-
-
-def test_unwritten_spans_are_split_by_region() -> None:
-    one = model(3)
-    found = unwritten(one, one, request((0, 16), [3, 5], [4]))
-    assert [each.region for each in found] == list(one.regions)
-    assert offsets_of(found) == [(5 * 2 * PAGE, 2 * PAGE)] * 3
+        unwritten_spans(one, make_plan([one], [one], 0), request((0, 16), [3, 100], [4]))

@@ -13,7 +13,6 @@ from kvferry.core.errors import PlanError
 from kvferry.core.layout import ContextParallel, Field, Group, GroupKind, Layout, axis, axis_length
 from kvferry.core.planner.plan import Plan, make_plan
 from tests.core.layouts import STATE, heads, layout, model, paged, plain_field
-from tests.core.planner.properties import SEEDS, pair_of
 
 
 def engine(*shards: tuple[int, int]) -> list[Layout]:
@@ -247,21 +246,3 @@ def test_layouts_that_need_a_copy_per_byte_are_refused() -> None:
         make_plan([one], [other], 0)
     with pytest.raises(PlanError, match="there is no local rank 1: there are 1"):
         make_plan([one], [one], 1)
-
-
-def test_strips_that_are_neighbours_on_both_sides_are_joined() -> None:
-    for pair in map(pair_of, SEEDS):
-        for source in make_plan(pair.local, pair.remote, 0).sources:
-            for match in source.matches:
-                starts: set[object] = set()
-                ends: set[object] = set()
-                for strips in match.strips:
-                    sides = strips.local, strips.remote
-                    placement = [(side.stride, *side.within.tolist()) for side in sides]
-                    for segment in strips.segments:
-                        where = *placement, segment.local, segment.remote
-                        for i in range(segment.start, segment.stop):
-                            local, remote = (side.start.item(i) for side in sides)
-                            starts.add((*where, local, remote))
-                            ends.add((*where, local + strips.nbytes, remote + strips.nbytes))
-                assert not starts & ends

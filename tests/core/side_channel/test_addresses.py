@@ -16,7 +16,6 @@ from kvferry.core.side_channel import sockets as module
 from kvferry.core.side_channel.client import fetch, ping
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.core.side_channel.sockets import is_loopback_host, own_address
-from tests.core.resource_limits import no_threads
 from tests.core.side_channel.servers import LONG, pinged, serve
 
 ELSEWHERE = Access(networks=Networks.of(["192.0.2.0/24"]))
@@ -106,19 +105,6 @@ def test_the_number_of_hanging_resolvers_is_bounded(
         if thread.name == "kvferry-resolve":
             thread.join(LONG)
     assert ping("slow.test", server.port, "prefill", timeout=LONG) == 7
-
-
-def test_a_name_is_refused_while_no_thread_can_be_started(
-    server: HandshakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The failed attempt does not count as a hanging resolver: later look-ups work."""
-    monkeypatch.setattr(module, "_resolvers", threading.BoundedSemaphore(1))
-    resolve(monkeypatch, "prefill.test", lambda: ["127.0.0.1"])
-    with no_threads("kvferry-resolve"):
-        for _ in range(2):
-            with pytest.raises(HandshakeError, match=r"can't start new thread; .*ulimit"):
-                ping("prefill.test", server.port, "prefill", timeout=LONG)
-    assert ping("prefill.test", server.port, "prefill", timeout=LONG) == 7
 
 
 @pytest.mark.parametrize(

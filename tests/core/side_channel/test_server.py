@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.core import side_channel_messages as wire
 from kvferry.core.errors import HandshakeError, RefusedError
-from kvferry.core.security import OPEN, Access, TicketKey, generate
+from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel.connection import revoke
 from kvferry.core.side_channel.connection_limits import ConnectionLimits
 from kvferry.core.side_channel.server import HandshakeServer
@@ -38,13 +38,6 @@ def dealer(context: Context, server: HandshakeServer, **options: int) -> Socket:
 def ask(channel: Socket, *frames: bytes) -> wire.Reply:
     channel.send_multipart(frames)
     return wire.decode_reply(channel.recv_multipart()[-1])
-
-
-def test_the_ticket_key_is_published() -> None:
-    rank, key = payload(), TicketKey().public
-    with serve(rank, ticket_key=key) as server:
-        info = fetched(server)
-    assert (info.ticket_key, info.ranks) == (key, (rank,))
 
 
 # What is refused.

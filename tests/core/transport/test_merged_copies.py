@@ -53,6 +53,14 @@ def test_merged_copies_move_the_same_bytes(
         assert start + nbytes <= region.end
 
 
+def test_copies_of_two_regions_that_touch_are_not_merged() -> None:
+    last, first = (
+        batch(*pair, [offset], [offset], [8])
+        for pair, offset in zip(zip(HERE, THERE, strict=True), (4088, 0), strict=True)
+    )
+    assert merge_copies(joined([last, first])).segment.tolist() == [0, 1]
+
+
 def test_long_copies_are_split() -> None:
     near = Region(address=1 << 20, nbytes=3 * MAX_RUN_BYTES)
     far = Region(address=1 << 40, nbytes=3 * MAX_RUN_BYTES)

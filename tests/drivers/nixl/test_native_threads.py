@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
 import hashlib
-import os
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -54,21 +51,3 @@ def test_busy_thread_is_idle_after_enough_cpu_time_or_when_it_has_ended() -> Non
         assert threads.wait_idle(time.monotonic() + 60.0)
         assert cpu_seconds(thread) - before > 0.01
     assert threads.wait_idle(time.monotonic() + 60.0)
-
-
-def test_only_native_threads_yield_to_all_others() -> None:
-    """A thread that ``threading`` does not know stands for one of NIXL's."""
-    native, over = queue.SimpleQueue[int](), threading.Event()
-
-    def run() -> None:
-        native.put(threading.get_native_id())
-        over.wait()
-
-    with watched_thread(busy=False) as (threads, ours):
-        with threads.starting():
-            _thread.start_new_thread(run, ())
-            theirs = native.get()
-        threads.run_last()
-        assert os.sched_getscheduler(theirs) == os.SCHED_IDLE
-        assert os.sched_getscheduler(ours.native_id or 0) == os.SCHED_OTHER
-        over.set()

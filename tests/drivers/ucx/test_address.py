@@ -45,6 +45,5 @@ def test_messages_out_of_bounds_are_dropped() -> None:
         messages.Released(bytes(16), -1),
         messages.Hello(bytes(16), bytes(16), "", b"x", 0, 0),
         messages.Hello(bytes(16), bytes(16), "one", b"x", 0, 2),
-        messages.Store(bytes(16), 1, messages.MAX_RELAY_ROWS + 1),
     ):
         assert messages.decode(messages.encode(bad)) is None

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.core.errors import TransportError
 from kvferry.drivers.ucx import server as module
-from kvferry.drivers.ucx.messages import Bye, Hello, Message, Note, Refused, Store, Stored, Welcome
+from kvferry.drivers.ucx.messages import Bye, Hello, Message, Note, Refused, Welcome
 from kvferry.drivers.ucx.server import Server
 from kvferry.drivers.ucx.ucp import Endpoint
 from kvferry.drivers.ucx.worker import Worker
@@ -159,17 +159,10 @@ def test_a_client_may_begin_its_own_connection_again(host: Host, same_id: bool) 
     assert host.worker.ended == [worker_of(1)]
 
 
-def test_a_store_is_refused_and_dropped_once_a_hello_has_replaced_its_connection(
-    host: Host,
-) -> None:
+def test_what_arrives_on_a_replaced_connection_is_dropped(host: Host) -> None:
     """The endpoint of the replaced connection may still be open."""
-    host.hear(hello(1), Store(id_of(1), 5, 1))
-    host.hear(hello(2), Store(id_of(1), 6, 1))
-    assert host.worker.said == [
-        (worker_of(1), Welcome(id_of(1), [])),
-        (worker_of(1), Stored(id_of(1), 5, "this build takes no writes")),
-        (worker_of(2), Welcome(id_of(2), [])),
-    ]
+    host.hear(hello(1), hello(2), Note(id_of(1), b"late"), Note(id_of(2), b"x"))
+    assert host.notifications() == [("one", b"x")]
 
 
 def test_beyond_so_many_connections_clients_are_refused(host: Host) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.ray_serve import local
-from kvferry.integrations.ray import CONNECTOR, check_engine_id
+from kvferry.integrations.ray import CONNECTOR, serve_on
 from kvferry.integrations.vllm.config import parse
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with vLLM")
@@ -22,7 +22,7 @@ def test_the_roles_are_those_of_a_pair_that_share_nothing_but_the_driver() -> No
         config = application["args"][f"{role}_config"]
         transfer: dict[str, Any] = config["engine_kwargs"]["kv_transfer_config"]
         assert (transfer["kv_role"], transfer["kv_connector"]) == (name, CONNECTOR)
-        check_engine_id(transfer)
+        serve_on(transfer, "10.0.0.7")
         settings = parse(transfer["kv_connector_extra_config"])
         assert settings.side_channel_port == 0
         drivers.add(settings.driver)

@@ -110,7 +110,10 @@ def facts(groups: Sequence[CacheGroup] = full(), **settings: Any) -> EngineFacts
 
 def producer(groups: Sequence[CacheGroup] = full(), **settings: Any) -> Producer:
     rooms, clock = settings.pop("rooms", Rooms()), settings.pop("clock", time.monotonic)
-    return Producer(facts(groups, **settings), rooms=rooms, clock=clock)
+    serving = settings.pop("serving", SERVING)
+    made = Producer(facts(groups, **settings), rooms=rooms, clock=clock)
+    made.serving = serving
+    return made
 
 
 class Follower:
@@ -183,15 +186,15 @@ def listed(*ids: int, cached: int = 0) -> list[Any]:
 def finish(made: Producer, each: Any, *ids: int) -> Any:
     """Compute a request in these blocks; its ticket, if it gets one."""
     made.take_on(each)
-    return made.request_finished(each, [list(ids or (1, 2, 3))], SERVING)
+    return made.request_finished(each, [list(ids or (1, 2, 3))])
 
 
 def ticket(
     tokens: int = 40, secrets: TicketSecrets | None = None, serving: EngineSideChannel = SERVING
 ) -> dict[str, Any]:
-    made, each = producer(secrets=secrets), request(tokens, PREFILL)
+    made, each = producer(secrets=secrets, serving=serving), request(tokens, PREFILL)
     made.take_on(each)
-    params = made.request_finished(each, [list(range(1, 5))], serving)
+    params = made.request_finished(each, [list(range(1, 5))])
     assert params is not None
     return params
 
@@ -284,7 +287,6 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
         "model_config": {
             "model": "tiny",
             "enable_sleep_mode": False,
-            "is_encoder_decoder": False,
             "runner_type": "generate",
             "multimodal_config": None,
         },
@@ -298,7 +300,6 @@ def engine(role: str = "kv_both", **changes: Any) -> Any:
             "kv_role": role,
             "is_kv_consumer": role != "kv_producer",
             "is_kv_producer": role != "kv_consumer",
-            "enable_permute_local_kv": False,
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {},
         },

@@ -1,4 +1,4 @@
-"""Every hook of the connector reaches the half that it concerns; vLLM is not needed."""
+"""The connector of the worker's role, and what it says of itself; vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def modules() -> Iterator[list[Any]]:
 
 @pytest.fixture
 def vllm(modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``connector`` and ``metadata``, with stand-ins for both halves and for what is checked."""
+    """``connector`` and ``metadata``, with stand-ins for the worker half and what is checked."""
     connector, metadata = modules
     halves = MagicMock()
-    monkeypatch.setattr(connector, "FerryScheduler", halves.scheduler)  # hooks are found by name
     monkeypatch.setattr(connector, "start_worker", halves.worker)
     monkeypatch.setattr(connector, "checks", halves.checks)
     monkeypatch.setattr(connector, "share_log_handlers", halves.share_log_handlers)
@@ -48,18 +47,6 @@ def made(vllm: Any, role: Role) -> Any:
     return vllm.connector.KVFerryConnector(CONFIG, role, CACHES)
 
 
-def test_a_hook_of_the_scheduler_needs_its_half(vllm: Any) -> None:
-    """How all are passed on, vLLM's own scheduler shows in ``tests/vllm/geometry``."""
-    connector, half = made(vllm, Role.SCHEDULER), vllm.halves.scheduler.return_value
-    assert connector.on_new_request("r") is half.on_new_request.return_value
-    assert half.mock_calls == [call.on_new_request("r")]
-    assert connector.get_handshake_metadata() is None
-    connector.shutdown()
-    assert half.shutdown.called
-    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
-        made(vllm, Role.WORKER).reset_cache()
-
-
 def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     """vLLM 0.33 calls the hook before it unmaps the cache, and then does not unmap it."""
     connector = made(vllm, Role.WORKER)
@@ -67,6 +54,8 @@ def test_memory_that_peers_may_read_is_not_given_away(vllm: Any) -> None:
     with pytest.raises(KVFerryError, match=r"refuses to sleep.*use level 0"):
         connector.unregister_kv_caches()
     assert not vllm.halves.worker.return_value.close.called
+    with pytest.raises(KVFerryError, match="a scheduler's hook was called"):
+        connector.reset_cache()
 
 
 def test_a_worker_with_adapters(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,18 +77,13 @@ def test_a_worker_of_a_vllm_that_takes_the_blocks_of_failed_loads(vllm: Any) -> 
     connector.register_kv_caches({})
     half = vllm.halves.worker.return_value
     half.take_report.return_value = None
-    connector.bind_connector_metadata(
-        vllm.metadata.StepMetadata(blocks={"good": (4, 5), "bad": (6, 7)})
-    )
     half.results.return_value = without_vllm.Results()
     assert connector.get_finished(set()) == (None, None)
-    assert connector.get_block_ids_with_load_errors() == set()
     assert connector.build_connector_worker_meta() is None
     half.results.return_value = without_vllm.Results(
         finished_sending={"sent"}, finished_recving={"good", "bad"}, failed_recving={"bad"}
     )
     assert connector.get_finished(set()) == ({"sent"}, {"good", "bad"})
-    assert connector.get_block_ids_with_load_errors() == {6, 7}
     assert connector.build_connector_worker_meta() == vllm.metadata.RankReport(
         failed=frozenset({"bad"})
     )
@@ -121,7 +105,6 @@ def test_what_is_checked_at_start(
         call.warn_of_risks(ANY, engine),
     ]
     assert vllm.halves.share_log_handlers.called
-    assert not vllm.halves.scheduler.called
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvferry.core.metrics import Metrics
 from kvferry.core.side_channel_messages import RoomNews
 from kvferry.integrations.vllm.ticket_format import read_part, read_ticket
 from tests.integrations.vllm.halves import Follower, Users, blocks, consumer, request, step, ticket
-from tests.integrations.vllm.test_early_half import DECODE, computed, finished
+from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 
 TICKETS = [ticket() for _ in range(12)]
 """The first one is for several requests."""
@@ -29,9 +29,9 @@ TICKETS = [ticket() for _ in range(12)]
 
 def said_by_prefill() -> tuple[RoomNews, RoomNews]:
     """What prefill publishes of a prompt of 100 tokens: after 40 of them, and at its end."""
-    prefill = computed(40)
+    prefill = Prefilling(40)
     part = prefill.news()
-    return part, finished(prefill).news()
+    return part, prefill.finish().news()
 
 
 ROOMS = [said_by_prefill() for _ in range(6)]
@@ -77,7 +77,7 @@ class Engine:
         self.is_staged = staged
         self.host = HostPages(range(1, 10), patience=10.0, clock=lambda: self.now)
         if staged:
-            self.consumer.set_host_pages(self.host)
+            self.consumer.pages.host = self.host
         self.known: dict[str, Known] = {}
         self.numbers = iter(range(1 << 20))
         self.queued: set[str] = set()  # requests of which the workers are to be told

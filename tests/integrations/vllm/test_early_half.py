@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvferry.core.errors import KVFerryError, PeerLostError
-from kvferry.core.lifecycle.holds import EndedHold, HoldEnd, RequestId
 from kvferry.core.lifecycle.rooms import Rooms, room_id
 from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.security import TicketSecrets, generate
@@ -24,7 +23,6 @@ from tests.integrations.vllm.halves import (
     KEYS,
     PEER,
     SECRETS,
-    SERVING,
     STRANGER,
     WINDOW,
     Follower,
@@ -48,7 +46,7 @@ STATES = (*full(), CacheGroup(index=1, tokens=16, is_state=True))
 
 
 class Prefilling:
-    """A producer, and one request of it, in blocks from 11 on."""
+    """A producer, and a request of it that has computed some chunks, in blocks from 11 on."""
 
     def __init__(self, *chunks: int, tokens: int = 100, name: str = "r", **settings: Any) -> None:
         self.rooms = Rooms()
@@ -87,7 +85,7 @@ class Prefilling:
             ),
         )
         self.placed = [] if tokens else self.placed
-        self.producer.publish_parts(output, SERVING)
+        self.producer.publish_parts(output)
         self.request.num_computed_tokens += tokens
         return self.producer.drain()
 
@@ -101,7 +99,7 @@ class Prefilling:
         if status == "FINISHED_LENGTH_CAPPED":
             self.request.num_computed_tokens = tokens
         ids = [*range(11, 11 + -(-tokens // 16))]
-        self.producer.request_finished(self.request, [ids], SERVING)
+        self.producer.request_finished(self.request, [ids])
         return self
 
     def second(self, tokens: int = 100, name: str = "second") -> Any:
@@ -109,7 +107,7 @@ class Prefilling:
         made = request(tokens, PREFILL, name=name)
         self.producer.on_new_request(made)
         self.producer.take_on(made)
-        return self.producer.request_finished(made, [[*range(21, 28)]], SERVING)
+        return self.producer.request_finished(made, [[*range(21, 28)]])
 
     def news(self) -> RoomNews:
         [news] = self.rooms.news([(ROOM, 0)])
@@ -117,15 +115,6 @@ class Prefilling:
 
     def part(self, **settings: Any) -> Part:
         return read_part(self.news().part, is_last=self.news().is_last, **settings)
-
-
-def computed(*chunks: int, **settings: Any) -> Prefilling:
-    """A prefill that has computed and published some chunks."""
-    return Prefilling(*chunks, **settings)
-
-
-def finished(prefill: Prefilling) -> Prefilling:
-    return prefill.finish()
 
 
 def of_another_prompt(tokens: int) -> Prefilling:
@@ -156,16 +145,6 @@ class TestProducer:
         assert part == Part(
             ticket=replace(part.ticket, tokens=100, hold=hold), total=100, is_last=True
         )
-
-    def test_a_prompt_of_one_chunk_has_no_part(self) -> None:
-        assert not computed(40, tokens=40).news().part
-
-    def test_blocks_of_the_prefix_cache_wait_for_the_first_chunk(self) -> None:
-        """Another request of the same step may be computing them."""
-        prefill = Prefilling()
-        prefill.place(1, 2, 3, cached=32)
-        assert prefill.marked(8) == []
-        assert prefill.marked() == [40]
 
     @pytest.mark.parametrize("times", [1, 2], ids=["resumed", "new again"])
     def test_preempted_request_has_a_new_hold_and_publishes_nothing_that_it_lost(
@@ -227,21 +206,7 @@ class TestProducer:
         assert not prefill.news().part
 
     def test_drafts_behind_a_chunk_are_left_to_the_next_part(self) -> None:
-        assert computed(40, lookahead=3).part().ticket.tokens == 37
-
-    @pytest.mark.parametrize("end", [HoldEnd.READ, HoldEnd.ABANDONED, HoldEnd.EXPIRED])
-    def test_room_of_a_ticket_that_decode_is_through_with_is_forgotten(self, end: HoldEnd) -> None:
-        """Who names it again would get a ticket that is used up."""
-        prefill = finished(computed(40))
-        prefill.producer.holds_ended({"r": EndedHold(request=RequestId("r"), end=end)})
-        prefill.producer.sends_finished(["r"])
-        assert len(prefill.rooms.news([(ROOM, 0)])) == int(end is HoldEnd.EXPIRED)
-
-    def test_room_of_another_request_with_its_name_and_prompt_is_not_forgotten(self) -> None:
-        prefill = finished(computed(40))
-        assert prefill.second()
-        prefill.producer.sends_finished(["r"])
-        assert prefill.part().ticket.request == "second"
+        assert Prefilling(40, lookahead=3).part().ticket.tokens == 37
 
     def test_others_leave_the_room_of_a_request_that_is_under_way(self) -> None:
         prefill = Prefilling()
@@ -341,12 +306,12 @@ class TestConsumer:
         assert decode.matched() is None
         decode.hear(Prefilling())
         assert decode.matched() is None
-        decode.hear(computed(40))
+        decode.hear(Prefilling(40))
         assert decode.matched() == 100
         assert decode.matched(32) == 68
 
     def test_early_load_has_the_whole_prompt_and_gets_the_newest_part(self) -> None:
-        decode, prefill = Decoding(), computed(40)
+        decode, prefill = Decoding(), Prefilling(40)
         [load] = decode.begin(prefill).loads
         assert (load.is_early, load.shared, load.ticket.tokens) == (True, False, 40)
         assert load.ranges == ((0, 100),)
@@ -357,7 +322,7 @@ class TestConsumer:
             decode.matched()
         assert decode.consumer.pending
         assert decode.tokens_of_parts() == [(80, False)]
-        decode.hear(finished(prefill))
+        decode.hear(prefill.finish())
         assert decode.tokens_of_parts() == [(100, True)]
         assert not decode.follower.followed
         decode.consumer.loads_finished(["r"])
@@ -366,20 +331,24 @@ class TestConsumer:
         assert decode.consumer.drain() == LoadMessages()
 
     @pytest.mark.parametrize(
-        ("news", "words"),
+        ("news", "settings", "words"),
         [
-            (of_another_prompt(40), "another prompt"),
-            (PeerLostError("engine prefill: it has no ticket"), "it has no ticket"),
+            (of_another_prompt(80), {}, "another prompt"),
+            (of_another_prompt(80), {"verify_prompt": False}, "another prompt"),
+            (Prefilling(80), {"secrets": SECRETS}, "not signed"),
+            (PeerLostError("engine prefill: it has no ticket"), {}, "it has no ticket"),
         ],
-        ids=["another prompt", "no ticket"],
+        ids=["another prompt", "not verified", "not signed", "no ticket"],
     )
     def test_fails_before_and_after_the_load_has_begun(
-        self, news: Any, words: str, caplog: pytest.LogCaptureFixture
+        self, news: Any, settings: Any, words: str, caplog: pytest.LogCaptureFixture
     ) -> None:
+        """An older prefill, which knows rooms by name only, may say what another prompt has."""
         for begins in (False, True):
-            decode = Decoding()
+            caplog.clear()
+            decode = Decoding(**settings)
             if begins:
-                decode.begin(computed(40))
+                decode.begin(Prefilling(40, **settings))
             decode.follower.hear(news.news() if isinstance(news, Prefilling) else news)
             if begins:
                 decode.is_aborted()
@@ -390,29 +359,29 @@ class TestConsumer:
             assert words in caplog.messages[-1]
 
     def test_half_of_the_cache_may_wait_for_prefill(self) -> None:
-        decode, prefill = Decoding(blocks=27), computed(40)
+        decode, prefill = Decoding(blocks=27), Prefilling(40)
         decode.add(DECODE | {"transfer_id": "other"})
         decode.begin(prefill)
         decode.hear(prefill, "second")
         assert decode.matched(name="second") is None
         assert decode.matched(16, name="second") == 84
-        decode.hear(finished(prefill))
+        decode.hear(prefill.finish())
         decode.consumer.drain()
         assert decode.matched(name="second") == 100
 
     def test_requests_of_one_room_wait_for_the_ticket(self) -> None:
-        decode, prefill = Decoding("r", "second"), computed(40)
+        decode, prefill = Decoding("r", "second"), Prefilling(40)
         for name in ("r", "second"):
             decode.hear(prefill, name)
             assert decode.matched(name=name) is None
-        finished(prefill)
+        prefill.finish()
         for name in ("r", "second"):
             decode.hear(prefill, name)
             assert decode.matched(name=name) == 100
 
     def test_samples_wait_for_the_ticket(self) -> None:
         decode = Decoding("0_r")
-        decode.hear(computed(40), "0_r")
+        decode.hear(Prefilling(40), "0_r")
         assert decode.matched(name="0_r") is None
 
     @pytest.mark.parametrize(("lookahead", "reason"), [(0, {}), (3, {"tokens": 1})])
@@ -420,33 +389,26 @@ class TestConsumer:
         self, lookahead: int, reason: dict[str, int]
     ) -> None:
         decode = Decoding(groups=STATES, lookahead=lookahead)
-        decode.hear(computed(40, groups=STATES))
+        decode.hear(Prefilling(40, groups=STATES))
         assert decode.matched() == 99 - max(0, lookahead - 2)
         assert decode.counted().get("refused_tickets", {}).get("loopback", {}) == reason
 
     @pytest.mark.parametrize(
         "later",
-        [lambda: finished(computed(40, tokens=90)), lambda: computed(40, 40, tokens=110)],
+        [lambda: Prefilling(40, tokens=90).finish(), lambda: Prefilling(40, 40, tokens=110)],
         ids=["a ticket", "a part"],
     )
     def test_ticket_for_other_tokens_than_its_parts(self, later: Callable[[], Prefilling]) -> None:
         decode = Decoding(tokens=130)
-        decode.begin(computed(40))
+        decode.begin(Prefilling(40))
         decode.hear(later())
         decode.is_aborted()
 
     def test_part_of_another_engine_is_refused(self) -> None:
         decode = Decoding()
         decode.add(DECODE | {"remote_engine_id": "another"})
-        decode.hear(computed(40), "second")
+        decode.hear(Prefilling(40), "second")
         assert "engine 'prefill'" in decode.refusal("second")
-
-    @pytest.mark.parametrize("secrets", [None, SECRETS], ids=["unsigned", "signed"])
-    def test_unsigned_part_is_refused(self, secrets: TicketSecrets | None) -> None:
-        decode = Decoding(secrets=SECRETS)
-        decode.hear(computed(40, secrets=secrets))
-        assert decode.matched() == 100
-        assert bool(decode.place().refused) == (secrets is None)
 
     @pytest.mark.parametrize(
         ("secrets", "routed"), [(None, ("proxy", 7)), (SECRETS, None)], ids=["unsigned", "signed"]
@@ -456,7 +418,7 @@ class TestConsumer:
     ) -> None:
         params = DECODE | {"remote_bootstrap_addr": "proxy:7"}
         decode = Decoding(params=params, secrets=secrets)
-        [load] = decode.begin(computed(40, secrets=secrets)).loads
+        [load] = decode.begin(Prefilling(40, secrets=secrets)).loads
         assert load.ticket.routed == routed
 
     @pytest.mark.parametrize(
@@ -487,16 +449,5 @@ class TestConsumer:
         decode = Decoding(params=params, security=KEYS["security"])
         assert ("r" in decode.follower.followed) is follows
         if follows:
-            decode.hear(computed(40))
+            decode.hear(Prefilling(40))
             assert "its tickets name no key" in decode.refusal()
-
-    @pytest.mark.parametrize("verifies", [True, False])
-    def test_older_prefill_that_knows_rooms_by_name_only(self, verifies: bool) -> None:
-        """The ``transfer_id`` was used before, for a prompt of the same length."""
-        decode = Decoding("r", verify_prompt=verifies)
-        decode.add(DECODE, prompt_token_ids=[7] * 100)
-        decode.hear(finished(computed(40)), "second")
-        assert "another prompt" in decode.refusal("second")
-        decode.begin(computed(40))
-        decode.hear(of_another_prompt(80))
-        decode.is_aborted()

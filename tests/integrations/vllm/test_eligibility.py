@@ -102,25 +102,3 @@ def test_tokens_of_a_ticket(
 )
 def test_prompts_that_are_truncated(changes: dict[str, Any], backoff: int, truncates: bool) -> None:
     assert rules(backoff=backoff).truncates(ended(PROMPT, **changes)) is truncates
-
-
-@pytest.mark.parametrize(
-    ("params", "changes", "role", "reason"),
-    [
-        (PROMPT, {}, "kv_producer", None),
-        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, "kv_both", NoTicket.LIST),
-        (PROMPT, {"request_id": "cmpl-a-1-89b15765"}, "kv_consumer", NoTicket.ROLE),
-        (ANSWER, {}, "kv_consumer", None),
-        (None, {}, "kv_consumer", None),
-    ],
-)
-def test_what_is_refused_at_once(
-    params: Any, changes: dict[str, Any], role: str, reason: NoTicket | None
-) -> None:
-    each, checked = ended(params, **changes), rules(role=role)
-    if reason is None:
-        checked.check_arrival(each)
-    else:
-        with pytest.raises(NoTicketError) as raised:
-            checked.check_arrival(each)
-        assert raised.value.reason == reason

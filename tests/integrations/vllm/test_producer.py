@@ -20,7 +20,6 @@ from tests.integrations.vllm.halves import (
     HEADERS,
     NOT_KNOWN,
     PREFILL,
-    SERVING,
     STATE,
     TALKS,
     TICKET_KEY,
@@ -46,7 +45,7 @@ class TestTickets:
         each = request(40, PREFILL)
         made.take_on(each)
         [(_, hold)] = made.drain().take_ons
-        params = made.request_finished(each, [[7, 8, 9, 3], [0, 0, 6]], SERVING, (0, 37))
+        params = made.request_finished(each, [[7, 8, 9, 3], [0, 0, 6]], (0, 37))
         got = read_ticket(params or {})
         assert (got.tokens, got.pages, got.first_index) == (40, ((7, 8, 9), (6,)), (0, 2))
         assert (got.hold, got.host, got.port) == (hold, "10.0.0.1", 5600)
@@ -92,15 +91,6 @@ class TestTickets:
             "tickets_not_made": {"loopback": {reason: 1}},
         }
         assert words in caplog.text
-
-    def test_what_settings_cause_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        for settings, lines in (({"role": "kv_consumer"}, 1), ({"max_held_fraction": 2 / 64}, 2)):
-            made = producer(**settings)
-            for name in "ab":
-                made.on_new_request(each := request(40, PREFILL, name=name))
-                assert finish(made, each) is None
-            assert len(caplog.records) == lines
-            caplog.clear()
 
     def test_id_that_is_still_held(self) -> None:
         """The pages of the first request stay its own; the second is served without a ticket."""
@@ -214,7 +204,7 @@ class TestAnswers:
     ) -> None:
         made = producer(groups, blocks=1024, **TALKS)
         made.take_on(each)
-        got = read_ticket(made.request_finished(each, ids, SERVING) or {}).blocks
+        got = read_ticket(made.request_finished(each, ids) or {}).blocks
         assert got is not None
         assert (got.tokens, len(got)) == (tokens, digests)
 
@@ -244,7 +234,7 @@ class TestAnswers:
         vars(each).update(change)
         with caplog.at_level(logging.DEBUG):
             assert finish(made, each, 4, 5, 6) is None
-        assert "not held for the next turn" in caplog.text
+        assert "no ticket is made" in caplog.text
         assert said in caplog.text
         counted = made._facts.metrics.take() or {}
         assert counted["conversation_holds"] == {"loopback": {"refused": 1}}
@@ -508,5 +498,5 @@ class TestStaged:
         made.on_new_request(each)
         made.take_on(each)
         for _ in range(2):
-            made.publish_parts(step(r=20), SERVING)
+            made.publish_parts(step(r=20))
         assert not made.drain().watermarks

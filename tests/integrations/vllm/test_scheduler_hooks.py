@@ -1,4 +1,4 @@
-"""The scheduler half, hook by hook, as vLLM calls it; neither vLLM nor an engine is needed."""
+"""The connector of the scheduler's role, hook by hook; neither vLLM nor an engine is needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.integrations.vllm.halves import (
     ticket,
 )
 from tests.integrations.vllm.test_adapter_hashes import write
-from tests.integrations.vllm.test_early_half import DECODE, computed, finished
+from tests.integrations.vllm.test_early_half import DECODE, Prefilling
 from tests.waiting import eventually
 
 OUTPUT = SimpleNamespace(total_num_scheduled_tokens=3)
@@ -45,7 +45,13 @@ RANKS = tuple(payload(rank, engine="decode", incarnation=9) for rank in range(3)
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Any]:
     """Our modules with stand-ins for vLLM's."""
-    names = ("scheduler", "metadata", "metrics_export", "adapter_hashes", "engine_facts")
+    names = (
+        "connector",
+        "scheduler",
+        "metadata",
+        "adapter_hashes",
+        "engine_facts",
+    )
     with without_vllm.modules(*names) as modules:
         yield SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
@@ -57,12 +63,14 @@ def configured(role: str = "kv_both", **extra: Any) -> Any:
 
 
 class Half:
-    """A scheduler half of an engine with 100 blocks of 16 tokens."""
+    """The connector of an engine with 100 blocks of 16 tokens, and its scheduler half."""
 
     def __init__(self, vllm: Any, **settings: Any) -> None:
         self.vllm = vllm
         caches = SimpleNamespace(num_blocks=100)
-        self.made = vllm.scheduler.FerryScheduler(configured(**settings), caches)
+        role = without_vllm.Role.SCHEDULER
+        self.made = vllm.connector.KVFerryConnector(configured(**settings), role, caches)
+        self.half = self.made._scheduler
 
     def serve(self, *ranks: wire.RankPayload) -> int:
         """Open the side channel; its port."""
@@ -73,7 +81,7 @@ class Half:
                 for tp, data in reversed([*enumerate(encoded(*ranks or RANKS))])
             }
         )
-        return int(self.made._serving.port)
+        return int(self.half._producer.serving.port)
 
     def step(self, output: Any = OUTPUT) -> Any:
         return self.made.build_connector_meta(output)
@@ -97,7 +105,7 @@ class Half:
         """Which requests must fail, by what the workers report before a step is used."""
         report = self.vllm.metadata.RankReport(adapters=self.adapters(*loads))
         around = SimpleNamespace(metadata=(None, report)) if nested else report
-        return self.made.pauses.doomed(SimpleNamespace(kv_connector_worker_meta=around))
+        return self.made.hooks.doomed(SimpleNamespace(kv_connector_worker_meta=around))
 
     def load_of(self, path: str, content: bytes) -> Any:
         """A load of an adapter's files by a worker."""
@@ -175,7 +183,7 @@ def prefill(make: Any) -> Half:
     """A half that serves, as another engine."""
     found: Half = make()
     found.serve()
-    found.made._serving = replace(found.made._serving, engine="prefill")
+    found.half._producer.serving = replace(found.half._producer.serving, engine="prefill")
     return found
 
 
@@ -193,39 +201,40 @@ class TestSideChannel:
         with pytest.raises(HandshakeError):
             ping("127.0.0.1", port, "decode", timeout=60)
 
-    @pytest.mark.parametrize(("role", "told"), [("kv_producer", True), ("kv_consumer", False)])
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"role": "kv_producer"}, True),
+            ({"role": "kv_consumer"}, False),
+            ({"driver": "loopback"}, False),
+            ({"side_channel_host": "127.0.0.1"}, False),
+            ({"side_channel_host": "10.0.0.7"}, False),
+        ],
+    )
     def test_a_producer_on_loopback_only_is_warned_of(
-        self, make: Any, caplog: pytest.LogCaptureFixture, role: str, told: bool
+        self, make: Any, caplog: pytest.LogCaptureFixture, settings: dict[str, str], told: bool
     ) -> None:
-        make(driver="nixl", role=role)
+        """With the address to set, unless loopback was chosen."""
+        make(**({"driver": "nixl"} | settings))
         assert ("only engines on this host can load from this one" in caplog.text) is told
+        assert ("set side_channel_host to " in caplog.text) is told
 
-    @pytest.mark.parametrize(("role", "secured"), [("kv_producer", False), ("kv_both", True)])
     def test_one_line_says_how_an_engine_is_set_up(
-        self,
-        make: Any,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
-        role: str,
-        secured: bool,
+        self, make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        settings: dict[str, object] = {}
-        if secured:
-            monkeypatch.setenv("SECRET", "s" * 64)
-            monkeypatch.setenv("KEY", generate().secret.hex())
-            settings = {"ticket_secrets": ["env:SECRET"], "curve_secret_key": "env:KEY"}
-            settings["curve_peers"] = [generate().public.hex()]
-        with caplog.at_level(logging.INFO):
-            port = make(role=role, **settings).serve()
-        [line] = [text for text in caplog.messages if "serves engine" in text]
-        negated = "" if secured else "not "
-        for part in (
-            f"serves engine decode as {role}: driver ",
-            "(nixl 1.5, UCX)",
-            f"side channel {negated}encrypted at 127.0.0.1 port {port}",
-            f"tickets {negated}signed",
-        ):
-            assert part in line
+        monkeypatch.setenv("SECRET", "s" * 64)
+        monkeypatch.setenv("KEY", generate().secret.hex())
+        secured = {"ticket_secrets": ["env:SECRET"], "curve_secret_key": "env:KEY"}
+        secured["curve_peers"] = [generate().public.hex()]
+        for settings, negated in (({}, "not "), (secured, "")):
+            with caplog.at_level(logging.INFO):
+                port = make(**settings).serve()
+            [line] = [text for text in caplog.messages if "serves engine" in text]
+            assert "serves engine decode as kv_both: driver " in line
+            assert "(nixl 1.5, UCX)" in line
+            assert f"side channel {negated}encrypted at 127.0.0.1 port {port}" in line
+            assert f"tickets {negated}signed" in line
+            caplog.clear()
 
     def test_it_says_what_is_wrong(self, half: Half) -> None:
         port = half.serve()
@@ -242,9 +251,6 @@ class TestSideChannel:
         assert half.serve() == first
         assert half.step().ranks == ()
         assert ping("127.0.0.1", first, "decode", timeout=60) == 9
-        assert half.serve(*RANKS[:2]) != first
-        with pytest.raises(HandshakeError):
-            ping("127.0.0.1", first, "decode", timeout=60)
 
     def test_what_is_not_ours_is_ignored(
         self, half: Half, caplog: pytest.LogCaptureFixture
@@ -289,22 +295,6 @@ class TestProducing:
         caches: Any = SimpleNamespace(num_blocks=9)
         facts = vllm.engine_facts.engine_facts(config, caches, lambda request: None)
         assert (facts.drafts, facts.backoff) == (True, 2)
-
-    def test_settings_reach_it(self, make: Any) -> None:
-        half = make(
-            kv_lease_duration=7,
-            max_held_fraction=0.02,
-            bidirectional_kv_xfer=True,
-            decoder_kv_blocks_ttl=8,
-        )
-        assert half.prefill(1, 2, 3) == (False, None)
-        assert half.prefill(4, 5, name="small")[0]
-        lease = half.step().orders.tickets[0].lease
-        half.hear(sending={"small"})
-        half.allocate(each := answered(20))
-        assert half.finish(each, 6, 7)[0]
-        ttl = half.step().orders.tickets[0].ttl
-        assert (lease, ttl) == (7.0, 8.0)
 
     @pytest.mark.parametrize("conversations", [False, True])
     def test_the_side_channel_ends_what_is_held(self, make: Any, conversations: bool) -> None:
@@ -414,34 +404,13 @@ class TestAdapters:
         loads = half.adapted(path, ticket(), waits=False)
         half.allocate(loads)
         half.hear(adapters=half.adapters(step=half.step().asks_adapters))
-        eventually(lambda: not half.made._adapters.waits(loads))
+        eventually(lambda: not half.half._adapters.waits(loads))
         assert half.step().prepare == half.step().loads == []
         half.finish(loads)
         each = half.adapted(path, dict(PREFILL), waits=False, name="prefilled")
         half.allocate(each)
         assert half.finish(each) == (False, None)
         assert "its content was not known when the request began" in caplog.text
-
-    def test_a_sample_that_is_over_leaves_the_hold_to_its_sibling(
-        self, half: Half, tmp_path: Path, prefill: Half
-    ) -> None:
-        """Also to one of which vLLM has not asked since the content is known."""
-        params, path = prefill.prefill_adapted(write(tmp_path)), str(tmp_path)
-        first, second = (
-            half.adapted(path, params, waits=False, name=f"{index}_r") for index in range(2)
-        )
-        half.hear(adapters=half.adapters(step=half.step().asks_adapters))
-        eventually(lambda: half.matched(first) == (40, True))
-        half.allocate(first, external=40)
-        half.finish(first)
-        half.hear(recving={"0_r"})
-        said = half.step().loads
-        half.finish(second)
-        said += half.step().loads
-        assert [(load.request, load.shared) for load in said if not load.reads] == [
-            ("1_r", True),
-            ("r", False),
-        ]
 
     def test_a_ticket_that_comes_when_its_request_has_ended(
         self, vllm: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -454,7 +423,7 @@ class TestAdapters:
         half.hear(adapters=half.adapters(step=half.step().asks_adapters))
         eventually(lambda: half.step() and "r" in follower.followed)
         half.finish(each)
-        follower.hear(finished(computed(40)).news())
+        follower.hear(Prefilling(40).finish().news())
         step = half.step()
         assert (step.prepare, step.loads, step.follows) == ([], [], False)
         assert not half.made.has_pending_push_work()
@@ -473,7 +442,7 @@ class TestConsuming:
     ) -> None:
         half = make(log_requests=True)
         asked: list[Any] = []
-        monkeypatch.setattr(half.made._directory, "ask_again", asked.append)
+        monkeypatch.setattr(half.half._directory, "ask_again", asked.append)
         each = request(40, ticket())
         assert not half.made.has_pending_push_work()
         half.made.on_new_request(each)
@@ -505,22 +474,18 @@ class TestConsuming:
     def test_one_that_failed_where_vllm_takes_blocks(
         self, vllm: Any, make: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The workers get the load's blocks, and report the request before all of them are done."""
+        """The ranks report the request before all of them are done."""
         monkeypatch.setattr(vllm.scheduler.compat_029, "takes_failed_requests", lambda: False)
         half = make()
         half.made.on_new_request(each := request(40, ticket()))
         half.made.update_state_after_alloc(each, blocks(21, 0, 22, 23, cached=1), 24)
-        assert half.step().blocks == {"r": (22, 23)}
-        assert half.step().blocks == {}
         report = vllm.metadata.RankReport(failed=frozenset({"r"}))
-        for recving, said in ((None, report), ({"r"}, None)):
-            half.made.update_connector_output(
-                SimpleNamespace(
-                    finished_sending=None,
-                    finished_recving=recving,
-                    kv_connector_worker_meta=said,
-                )
+        for recving, said, failed in ((None, report, set()), ({"r"}, None, {22, 23})):
+            output = SimpleNamespace(
+                finished_sending=None, finished_recving=recving, kv_connector_worker_meta=said
             )
+            assert half.made.hooks.failed_blocks(output) == failed
+            half.made.update_connector_output(output)
         assert half.counted()["failed_loads"] == 1
 
 

@@ -292,11 +292,3 @@ def test_a_secret_that_others_can_read_is_said_at_start(
     warn_of_open_access(read_security_settings(files.config), "127.0.0.1")
     assert "chmod 600" in caplog.text
     assert SECRET not in caplog.text
-
-
-def test_the_environment_is_not_watched() -> None:
-    settings = admitted(**KEYS, **SIGNED)
-    before = set(threading.enumerate())
-    config = parse(KEYS | SIGNED)
-    security_files(config, settings, who="rank 0").close()
-    assert set(threading.enumerate()) <= before

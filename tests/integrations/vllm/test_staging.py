@@ -14,6 +14,7 @@ from kvferry.core.lifecycle.holds import RequestId
 from kvferry.integrations.vllm import host_pool, staging
 from kvferry.integrations.vllm.checks import check_engine
 from kvferry.integrations.vllm.config import Config, ConfigError
+from kvferry.integrations.vllm.device import make_transport
 from tests.integrations.vllm.halves import STATE, WINDOW, engine, facts, full
 
 
@@ -39,6 +40,12 @@ def test_when_a_cache_is_staged(configured: str, actual: str, forced: bool, stag
 def test_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="'cuda' and the cache is in 'cpu' memory: remove"):
         staging.is_staged(transfer(device="cuda"), Config(), "cpu")
+
+
+def test_driver_must_reach_the_memory() -> None:
+    make_transport(Config(), {"cpu"}).close()
+    with pytest.raises(ConfigError, match="'loopback' cannot reach tpu memory"):
+        make_transport(Config(), {"cpu", "tpu"})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.json import encode
 
 from kvferry.core.errors import TicketError, TicketReason
 from kvferry.core.lifecycle.holds import Hold
@@ -20,7 +21,6 @@ from kvferry.integrations.vllm import ticket_format as ticket
 from kvferry.integrations.vllm.ticket_format import (
     KEY,
     TicketParams,
-    encode_part,
     read_part,
     read_ticket,
 )
@@ -51,21 +51,7 @@ BLOCKS = ANSWER.params()[KEY]["blocks"]
 PROVED = OFFER.params(None, TICKET_KEY)
 
 HALF_A_PAIR = '"\\ud800"'
-NIXL_KEYS = {
-    "do_remote_prefill",
-    "do_remote_decode",
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "tp_size",
-    "dcp_size",
-    "pp_size",
-    "remote_num_tokens",
-    "remote_blocks_expiry_time",
-    "transfer_mode",
-}
+NIXL_KEYS = OFFER.params().keys() - {KEY}
 
 
 def travelled(params: dict[str, Any]) -> dict[str, Any]:
@@ -217,16 +203,16 @@ PART = replace(OFFER, tokens=64, total=96)
 
 
 def test_a_part_is_read_as_one() -> None:
-    part = read_part(encode_part(PART.params(SECRETS)), SECRETS, is_last=False)
+    part = read_part(encode(PART.params(SECRETS)), SECRETS, is_last=False)
     assert (part.ticket.tokens, part.total, part.is_last) == (64, 96, False)
     with pytest.raises(TicketError, match="part of a ticket, for 64 of 96 tokens"):
         read_ticket(PART.params(SECRETS), SECRETS)
     with pytest.raises(TicketError, match="part of a ticket"):
-        read_part(encode_part(PART.params(SECRETS)), SECRETS, is_last=True)
+        read_part(encode(PART.params(SECRETS)), SECRETS, is_last=True)
     for total in (0, 64, 63, -1, 1 << 33):
         offer = replace(PART, total=total) if total else OFFER
         with pytest.raises(TicketError, match=f"covers {offer.tokens} tokens, and the ticket"):
-            read_part(encode_part(offer.params(SECRETS)), SECRETS, is_last=False)
+            read_part(encode(offer.params(SECRETS)), SECRETS, is_last=False)
 
 
 def test_a_part_cannot_be_made_a_ticket() -> None:

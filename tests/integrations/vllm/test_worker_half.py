@@ -180,6 +180,7 @@ def test_a_report_has_what_changed_or_was_asked_for_once(half: Any, endpoint: Ma
         endpoint.silent.return_value = silent
         worker.apply(half.StepMetadata(asks_silent=True))
         assert worker.take_report() == half.RankReport(silent={rank: tuple(silent)})
+        worker.apply(half.StepMetadata())
         assert worker.take_report() is None
     assert endpoint.silent.call_count == 2
 

@@ -5,34 +5,136 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.serving.serve import HEALTH_CHECKS
 from kvferry.integrations.vllm.config import parse
 from tests.cli.command import run_kvferry
-from tests.long.deployments.deployments import (
-    DEPLOYMENTS,
-    ROLES,
-    SERVING,
-    Deployment,
-    Engine,
-    compose_file,
-    keygen_files,
-    kustomization,
-    manifests,
-    option,
-    read_unit,
-)
 
-SHUTDOWN_MARGIN = 15.0  # how many seconds more than ``--shutdown-timeout`` an engine needs to end
-
+SERVING = Path(__file__).parents[3] / "examples" / "serving"
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 MAKEFILE = (SERVING.parents[1] / "Makefile").read_text()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One ``vllm serve``: its arguments, the files that it finds, where the router asks for it."""
+
+    arguments: list[str]
+    files: set[str]
+    host: str
+
+    @property
+    def transfer(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(option(self.arguments, "kv-transfer-config"))
+        return found
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.transfer["kv_connector_extra_config"]
+        return found
+
+
+Deployment = tuple[dict[str, Engine], list[str]]
+"""Both engines, by role, and the arguments of the router."""
+
+
+def option(arguments: Sequence[str], name: str) -> str:
+    """Return the value of ``--name=VALUE`` or ``--name VALUE``."""
+    for index, argument in enumerate(arguments):
+        if argument == f"--{name}":
+            return arguments[index + 1]
+        if argument.startswith(f"--{name}="):
+            return argument.partition("=")[2]
+    raise AssertionError(f"--{name} is missing in {arguments}")
+
+
+def documents(name: str) -> list[Any]:
+    """Return what a YAML file of the folder has."""
+    return list(pytest.importorskip("yaml").safe_load_all((SERVING / name).read_text()))
+
+
+def filled(part: str, variables: Mapping[str, str]) -> str:
+    """Fill in variables, as ``${NAME}`` or ``$(NAME)``; one that is not known is its name."""
+    return re.sub(r"\$[{(](\w+)[^})]*[})]", lambda name: variables.get(name[1], name[1]), part)
+
+
+def compose() -> Deployment:
+    services = documents("docker-compose.yml")[0]["services"]
+    engines = {
+        role: Engine(
+            arguments=[filled(part, {}) for part in services[role]["command"][2:]],
+            files={f"/run/secrets/{name}" for name in services[role]["secrets"]},
+            host=role,
+        )
+        for role in ROLES
+    }
+    return engines, services["router"]["command"][1:]
+
+
+def systemd() -> Deployment:
+    lines = (SERVING / "systemd" / "serving.conf").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    variables["CREDENTIALS_DIRECTORY"] = "/run/credentials"
+
+    def unit(file: str, name: str, **own: str) -> tuple[list[str], list[str]]:
+        text = (SERVING / "systemd" / file).read_text().replace("\\\n", " ").replace("%i", name)
+        [command] = re.findall("^ExecStart=(.*)$", text, re.MULTILINE)
+        files = re.findall("^LoadCredential=([^:]+):", text, re.MULTILINE)
+        return [filled(part, variables | own) for part in shlex.split(command)], files
+
+    def engine(role: str) -> Engine:
+        host = variables[role.upper()].removeprefix("http://").split(":")[0]
+        [peer] = ROLES.keys() - {role}
+        own = {"ADDRESS": host, "ROLE": ROLES[role], "PEER": peer}
+        command, files = unit("kvferry@.service", role, **own)
+        paths = {f"/run/credentials/{name}" for name in files}
+        return Engine(arguments=command[2:], files=paths, host=host)
+
+    return {role: engine(role) for role in ROLES}, unit("kvferry-router.service", "")[0][1:]
+
+
+def kubernetes() -> Deployment:
+    settings = documents("kubernetes/kustomization.yaml")[0]
+    files = {entry["name"]: entry["files"] for entry in settings["secretGenerator"]}
+    literals = settings["configMapGenerator"][0]["literals"]
+    variables = dict(literal.split("=", 1) for literal in literals)
+    found = {
+        (each["kind"], each["metadata"]["name"]): each["spec"]
+        for name in settings["resources"]
+        for each in documents(f"kubernetes/{name}")
+    }
+
+    def engine(role: str) -> Engine:
+        spec = found["StatefulSet", role]["template"]["spec"]
+        [container] = spec["containers"]
+        [secret] = [each["secret"] for each in spec["volumes"] if "secret" in each]
+        own = variables | {"POD_NAME": f"{role}-0", "POD_IP": "10.0.0.1"}
+        names = {Path(file).name for file in files[secret["secretName"]]}
+        return Engine(
+            arguments=[filled(part, own) for part in container["args"]],
+            files={f"/etc/kvferry/keys/{name}" for name in names},
+            host=f"{role}-0.{role}",
+        )
+
+    [router] = found["Deployment", "router"]["template"]["spec"]["containers"]
+    return {role: engine(role) for role in ROLES}, router["args"]
+
+
+DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
+    "docker-compose.yml": compose,
+    "systemd": systemd,
+    "kubernetes": kubernetes,
+}
 
 
 @pytest.fixture(params=DEPLOYMENTS)
@@ -40,87 +142,51 @@ def deployment(request: pytest.FixtureRequest) -> Deployment:
     return DEPLOYMENTS[request.param]()
 
 
-def run(*command: str, folder: Path, environment: Mapping[str, str] | None = None) -> str:
-    """Run a tool that has to succeed; return what it prints."""
-    tool = shutil.which(command[0])
-    if tool is None:
-        pytest.skip(f"{command[0]} is not installed")
-    ran = subprocess.run(
-        [tool, *command[1:]],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout + ran.stderr
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the folder of the Kubernetes manifests, with keys."""
-    shutil.copytree(SERVING / "kubernetes", tmp_path, dirs_exist_ok=True)
-    make_keys(tmp_path / "keys")
-    return tmp_path
-
-
-def make_keys(folder: Path) -> None:
-    """Make keys as the README says."""
-    names = [f"--engine={name}" for name in (*ROLES, "probe")]
-    ran = run_kvferry(dict(os.environ), "keygen", str(folder), *names)
-    assert ran.returncode == 0, ran.stderr
-    assert {path.name for path in folder.iterdir()} == set(keygen_files())
-
-
-# What every deployment configures
-
-
-def test_the_connector_s_settings(deployment: Deployment) -> None:
-    for role, engine in deployment.engines.items():
+def test_the_connectors_settings_and_keys(deployment: Deployment) -> None:
+    """Each engine has its own secret key and the other's public one, where the settings say."""
+    for role, engine in deployment[0].items():
         parse(engine.extra)
-        transfer = engine.transfer
+        transfer, extra = engine.transfer, engine.extra
         assert transfer["kv_connector"] == "KVFerryConnector"
-        assert transfer["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        assert transfer["kv_role"] == ROLES[role]
         assert transfer["engine_id"] == f"{role}-0"
         assert transfer["kv_load_failure_policy"] == "recompute"
-        assert engine.extra["side_channel_port"]
-        # An engine is not killed before its shutdown timeout.
-        assert engine.grace >= float(engine.option("shutdown-timeout")) + SHUTDOWN_MARGIN
-    assert len({engine.extra["driver"] for engine in deployment.engines.values()}) == 1
-
-
-def test_keys_and_secrets(deployment: Deployment) -> None:
-    """Each engine has its own secret key and the other's public one, where the settings say."""
-    for role, engine in deployment.engines.items():
-        [peer] = set(ROLES) - {role}
-        sources = places(engine)
-        assert all(source.startswith("file:") for source in sources)
-        assert {source.removeprefix("file:") for source in sources} <= engine.files
-        assert Path(engine.extra["curve_secret_key"]).name == f"{role}.secret"
-        names = {Path(source).name for source in engine.extra["curve_peers"]}
-        assert names == {f"{peer}.public", "probe.public"}
-        assert [Path(source).name for source in engine.extra["ticket_secrets"]] == ["ticket.secret"]
+        [peer] = ROLES.keys() - {role}
+        peers, secrets = extra["curve_peers"], extra["ticket_secrets"]
+        places = [extra["curve_secret_key"], *peers, *secrets]
+        assert {place.removeprefix("file:") for place in places} <= engine.files
+        names = [Path(place).name for place in places]
+        assert names[0] == f"{role}.secret"
+        assert {*names[1:]} == {f"{peer}.public", "probe.public", "ticket.secret"}
         assert f"{peer}.secret" not in {Path(file).name for file in engine.files}
 
 
-def test_the_router_asks_the_engines_where_they_listen_and_as_often(
-    deployment: Deployment,
-) -> None:
-    from examples.serving.serve import HEALTH_CHECKS
-
-    assert "--vllm-pd-disaggregation" in deployment.router
-    for role, engine in deployment.engines.items():
-        assert option(deployment.router, role) == f"http://{engine.url}"
-    found = [part for part in deployment.router if part.startswith("--health-")]
-    assert tuple(found) == HEALTH_CHECKS
+def test_the_router_asks_the_engines_where_they_listen_and_as_often(deployment: Deployment) -> None:
+    engines, router = deployment
+    assert "--vllm-pd-disaggregation" in router
+    for role, engine in engines.items():
+        port = option(engine.arguments, "port")
+        assert option(router, role) == f"http://{engine.host}:{port}"
+    assert tuple(part for part in router if part.startswith("--health-")) == HEALTH_CHECKS
 
 
-def places(engine: Engine) -> list[str]:
-    """Return the places of an engine's keys and secrets."""
-    extra = engine.extra
-    return [extra["curve_secret_key"], *extra["curve_peers"], *extra["ticket_secrets"]]
+def probes() -> Iterator[tuple[str, list[str]]]:
+    """The commands of compose and Kubernetes that ask an engine's health."""
+    services = documents("docker-compose.yml")[0]["services"]
+    for role in ROLES:
+        yield role, services[role]["healthcheck"]["test"][1:]
+        spec = documents(f"kubernetes/{role}.yaml")[1]["spec"]["template"]["spec"]
+        line = spec["containers"][0]["readinessProbe"]["exec"]["command"][-1]
+        yield role, shlex.split(line)[1:]
+
+
+def test_probes_ask_the_side_channel_with_a_key_of_their_own() -> None:
+    """And end by themselves before they are killed after 5 s, to say why there is no answer."""
+    for role, command in probes():
+        assert (command[:2], command[3]) == (["kvferry", "health"], "5600")
+        names = [Path(option(command, name)).name for name in ("curve-secret-key", "curve-peer")]
+        assert names == ["probe.secret", f"{role}.public"]
+        assert float(option(command, "timeout")) < 5
 
 
 @pytest.mark.timeout(300)
@@ -128,10 +194,10 @@ def test_vllm_and_the_router_accept_the_arguments() -> None:
     """In a process of its own: vLLM's imports warn."""
     pytest.importorskip("vllm_router")
     deployments = [read() for read in DEPLOYMENTS.values()]
-    engines = [engine for deployment in deployments for engine in deployment.engines.values()]
+    engines = [engine for both, _ in deployments for engine in both.values()]
     given = {
         "servers": [engine.arguments for engine in engines],
-        "routers": [deployment.router for deployment in deployments],
+        "routers": [router for _, router in deployments],
     }
     ran = subprocess.run(
         [sys.executable, "-c", PARSE], input=json.dumps(given), capture_output=True, text=True
@@ -154,63 +220,42 @@ print(json.dumps([one.kv_transfer_config.kv_connector_extra_config for one in pa
 """
 
 
-# Compose
+# What the tools say.
 
 
-def compose() -> list[str]:
-    """Return the command of compose: its own, or that of a docker which has compose."""
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    docker = shutil.which("docker")
-    if docker is None or subprocess.run([docker, "compose", "version"], check=False).returncode:
-        pytest.skip("neither docker-compose nor a docker with compose is installed")
-    return ["docker", "compose"]
-
-
-def test_compose_accepts_its_file(tmp_path: Path) -> None:
-    shutil.copy(SERVING / "docker-compose.yml", tmp_path)
-    command = compose()
-    shown = run(
-        *command, "config", folder=tmp_path, environment={"MODEL": "m", "PATH": "/usr/bin:/bin"}
+def run(folder: Path, *command: str) -> str:
+    """Run a tool that has to succeed; return what it prints."""
+    tool = shutil.which(command[0])
+    if tool is None:
+        pytest.skip(f"{command[0]} is not installed")
+    ran = subprocess.run(
+        [tool, *command[1:]],
+        cwd=folder,
+        env=os.environ | {"MODEL": "m"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
-    assert "KVFerryConnector" in shown
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout + ran.stderr
 
 
-def test_compose_finds_every_secret() -> None:
-    found = compose_file()
-    assert found["secrets"] == {name: {"file": f"keys/{name}"} for name in keygen_files()}
-    for role in ROLES:
-        assert set(found["services"][role]["secrets"]) <= set(found["secrets"])
+def make_keys(folder: Path) -> set[str]:
+    """Make keys as the README says; return the names of the files."""
+    names = [f"--engine={name}" for name in (*ROLES, "probe")]
+    ran = run_kvferry(dict(os.environ), "keygen", str(folder), *names)
+    assert ran.returncode == 0, ran.stderr
+    return {path.name for path in folder.iterdir()}
 
 
-def test_compose_asks_the_side_channels_for_the_engines_health() -> None:
-    engines = DEPLOYMENTS["docker-compose.yml"]().engines
-    for role in ROLES:
-        service = compose_file()["services"][role]
-        [word, *command] = service["healthcheck"]["test"]
-        assert word == "CMD"
-        check_health_command(command, role, role, engines[role])
-        assert service["healthcheck"]["timeout"] == f"{PROBE_SECONDS}s"
-
-
-PROBE_SECONDS = 5
-
-
-def check_health_command(command: list[str], role: str, host: str, engine: Engine) -> None:
-    """Check a probe: it names the engine's side channel, keys that it finds, and a timeout.
-
-    The command has to end before it is killed, to say why the engine does not answer.
-    """
-    assert float(option(command, "timeout")) < PROBE_SECONDS
-    port = str(engine.extra["side_channel_port"])
-    assert command[:4] == ["kvferry", "health", host, port]
-    for name, file in (("curve-secret-key", "probe.secret"), ("curve-peer", f"{role}.public")):
-        place = option(command, name)
-        assert Path(place).name == file
-        assert place.removeprefix("file:") in engine.files
-
-
-# systemd
+def test_compose_accepts_its_file_and_finds_every_secret(tmp_path: Path) -> None:
+    secrets = documents("docker-compose.yml")[0]["secrets"]
+    names = make_keys(tmp_path / "keys")
+    assert secrets == {name: {"file": f"keys/{name}"} for name in names}
+    shutil.copy(SERVING / "docker-compose.yml", tmp_path)
+    command = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+    assert "KVFerryConnector" in run(tmp_path, *command, "config")
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
@@ -219,117 +264,35 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for name in ("vllm", "vllm-router"):
         (tmp_path / "bin" / name).touch(mode=0o755)
     units = []
-    for unit in (SERVING / "systemd").glob("*.service"):
-        units.append(tmp_path / unit.name)
+    for name in ("kvferry@prefill", "kvferry@decode", "kvferry-router"):
+        unit = SERVING / "systemd" / f"{re.sub('@.*', '@', name)}.service"
+        units.append(tmp_path / f"{name}.service")
         units[-1].write_text(unit.read_text().replace("/usr/local/kvferry/bin", f"{tmp_path}/bin"))
-    assert len(units) == len(ROLES) + 1
-    said = run("systemd-analyze", "verify", *map(str, units), folder=tmp_path)
+    said = run(tmp_path, "systemd-analyze", "verify", *map(str, units))
     assert str(tmp_path) not in said, said
 
 
-def test_systemd_tells_only_the_server_to_stop_and_always_restarts_it() -> None:
-    for role in ROLES:
-        unit = read_unit(role)
-        assert unit["KillMode"] == ["mixed"]
-        assert unit["Environment"] == [f"HOME=/var/cache/{unit['CacheDirectory'][0]}"]
-        assert unit["Restart"] == ["always"]
-
-
-# Kubernetes
-
-
-def test_kubernetes_accepts_the_manifests(copy: Path) -> None:
+def test_kubernetes_accepts_the_manifests(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     validator = pytest.importorskip("kubernetes_validate")
-    built = list(yaml.safe_load_all(run("kubectl", "kustomize", ".", folder=copy)))
+    shutil.copytree(SERVING / "kubernetes", tmp_path, dirs_exist_ok=True)
+    make_keys(tmp_path / "keys")
+    built = list(yaml.safe_load_all(run(tmp_path, "kubectl", "kustomize", ".")))
     for document in built:
         validator.validate(document, validator.latest_version(), strict=True)
-    kinds = [document["kind"] for document in built]
-    assert len(kinds) == len(manifests()) + len(["ConfigMap", "Secret", "Secret"])
-    # a name with a hash of the contents would make new Secrets, and replace the pods.
+    # A name with a hash of the contents would make new Secrets, and replace the pods.
     names = {entry["metadata"]["name"] for entry in built if entry["kind"] == "Secret"}
-    assert names == {entry["name"] for entry in kustomization()["secretGenerator"]}
-
-
-def test_kubernetes_mounts_the_secrets_for_their_owner_only() -> None:
-    for spec in pod_specs("StatefulSet").values():
-        [secret] = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
-        assert secret["defaultMode"] == 0o400
-        names = [entry["name"] for entry in kustomization()["secretGenerator"]]
-        assert secret["secretName"] in names
-
-
-def test_kubernetes_services_have_the_engines_ports() -> None:
-    engines = DEPLOYMENTS["kubernetes"]().engines
-    services = {
-        found["metadata"]["name"]: found["spec"]
-        for found in manifests()
-        if found["kind"] == "Service"
-    }
-    for role, engine in engines.items():
-        ports = {entry["name"]: entry["port"] for entry in services[role]["ports"]}
-        assert ports == {
-            "http": int(engine.option("port")),
-            "side-channel": engine.extra["side_channel_port"],
-        }
-        assert services[role]["clusterIP"] == "None"
-        [container] = pod_specs("StatefulSet")[role]["containers"]
-        assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == ports
-
-
-def test_kubernetes_probes_ask_where_the_engines_listen_and_have_time() -> None:
-    engines = DEPLOYMENTS["kubernetes"]().engines
-    for role, spec in pod_specs("StatefulSet").items():
-        [container] = spec["containers"]
-        shell, flag, line = container["readinessProbe"]["exec"]["command"]
-        assert (shell, flag) == ("sh", "-c")
-        command = line.replace('"', "").removeprefix("exec ").split()
-        check_health_command(command, role, "$POD_IP", engines[role])
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-            assert container[kind]["timeoutSeconds"] >= PROBE_SECONDS
-
-
-def test_kubernetes_names_every_pod_to_the_router() -> None:
-    router = DEPLOYMENTS["kubernetes"]().router
-    for found in manifests():
-        if found["kind"] == "StatefulSet":
-            role = found["metadata"]["name"]
-            lines = [part for part in router if part.startswith(f"--{role}=")]
-            assert len(lines) == found["spec"]["replicas"]
-            assert found["spec"]["serviceName"] == role
-
-
-def test_prometheus_asks_the_engines_of_kubernetes() -> None:
-    yaml = pytest.importorskip("yaml")
-    file = SERVING.parent / "monitoring" / "prometheus.yml"
-    [job] = yaml.safe_load(file.read_text())["scrape_configs"]
-    targets = {entry["labels"]["role"]: entry["targets"] for entry in job["static_configs"]}
-    engines = DEPLOYMENTS["kubernetes"]().engines
-    assert targets == {role: [engine.url] for role, engine in engines.items()}
-
-
-def pod_specs(kind: str) -> dict[str, dict[str, Any]]:
-    """Return what the pods of a kind of object are, by the object's name."""
-    return {
-        found["metadata"]["name"]: found["spec"]["template"]["spec"]
-        for found in manifests()
-        if found["kind"] == kind
-    }
-
-
-# Versions
+    generated = documents("kubernetes/kustomization.yaml")[0]["secretGenerator"]
+    assert names == {entry["name"] for entry in generated}
 
 
 def test_image_and_readme_have_the_versions_that_are_tested() -> None:
     dockerfile, readme = ((SERVING / name).read_text() for name in ("Dockerfile", "README.md"))
-    assert f"vllm/vllm-openai:v{variable('VLLM_VERSION')}\n" in dockerfile
-    assert f"vllm-router=={variable('ROUTER_VERSION')}'" in dockerfile
-    assert f"vllm=={variable('VLLM_VERSION')}" in readme
-    assert f"vllm-router=={variable('ROUTER_VERSION')}" in readme
-
-
-def variable(name: str) -> str:
-    """Return the value of a variable of the Makefile."""
-    found = re.search(rf"^{name} := (\S+)$", MAKEFILE, re.MULTILINE)
-    assert found
-    return found[1]
+    vllm, router = (
+        dict(re.findall(r"^(\w+) := (\S+)$", MAKEFILE, re.MULTILINE))[f"{name}_VERSION"]
+        for name in ("VLLM", "ROUTER")
+    )
+    assert f"vllm/vllm-openai:v{vllm}\n" in dockerfile
+    assert f"vllm-router=={router}'" in dockerfile
+    assert f"vllm=={vllm}" in readme
+    assert f"vllm-router=={router}" in readme

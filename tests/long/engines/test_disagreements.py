@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from examples.tiny_llama import prompt
-from tests.engines.engines import Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.fleet import RECOMPUTE
-from tests.engines.steps import check_decoded, check_hand_over, check_refused, warning
+from tests.engines.steps import check_hand_over, check_refused
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,60 +55,6 @@ def altered(
     path = copy / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return copy
-
-
-@pytest.fixture(scope="module")
-def lenient(start_engine: StartEngine) -> Engine:
-    """Overrides what it may override, and computes what it cannot load."""
-    extra = {"enforce_handshake_compat": False}
-    return start_engine("lenient", "kv_consumer", extra=extra, transfer=RECOMPUTE)
-
-
-def test_a_model_with_fewer_heads(
-    reference: Engine,
-    prefill: Engine,
-    decode: Engine,
-    lenient: Engine,
-    start_engine: StartEngine,
-    checkpoint: Path,
-    tmp_path: Path,
-) -> None:
-    """Its requests fail, or are computed here; no other producer is affected."""
-    reason = rf"{KEY}: local rank 0 holds \[0, 2\), and no remote rank has \[1, 2\)"
-    model = altered(checkpoint, tmp_path / "model", num_key_value_heads=1)
-    # The checkpoint's weights do not fit; nobody reads what comes of others.
-    producer = start_engine("stranger", "kv_producer", model=model, load_format="dummy")
-    wanted = prompt(70, seed=1)
-    [first], [second] = producer.prefill(wanted), producer.prefill(wanted)
-    check_refused(decode, wanted, first, "must not read from")
-    completion = check_decoded(reference, lenient, wanted, second)
-    assert re.search(reason, warning(lenient, completion.id))
-    producer.close()
-    for engine in (decode, lenient):
-        check_hand_over(reference, prefill, engine, prompt(80, seed=1))
-
-
-def test_another_name_of_the_same_model(
-    reference: Engine,
-    decode: Engine,
-    lenient: Engine,
-    start_engine: StartEngine,
-    checkpoint: Path,
-    tmp_path: Path,
-) -> None:
-    """An operator may know better, and is told once what it is that he must know."""
-    model = altered(checkpoint, tmp_path / "copy")
-    producer = start_engine("renamed", "kv_producer", model=model)
-    [ticket] = producer.prefill(prompt(60))
-    differs = f"model: '{checkpoint}' here, '{model}' there"
-    refused = check_refused(decode, prompt(60), ticket, differs)
-    remedy = "set enforce_handshake_compat to false on the engine that reads"
-    assert remedy in warning(decode, refused.id)
-    for length in (60, 61):
-        check_hand_over(reference, producer, lenient, prompt(length))
-    producer.close()
-    [line] = [line for line in lenient.log().splitlines() if str(model) in line]
-    assert f"although it differs in {differs}" in line
 
 
 def test_static_scales(start_engine: StartEngine, checkpoint: Path, tmp_path: Path) -> None:

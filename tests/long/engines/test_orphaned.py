@@ -8,10 +8,9 @@ import pytest
 
 from examples.tiny_llama import prompt
 from kvferry.core.lifecycle.silent_holds import GONE_SECONDS
-from tests.engines import probes, ranks
+from tests.engines import ranks
 from tests.engines.engines import PREFILL, Engine
 from tests.engines.fixtures import StartEngine
-from tests.engines.steps import texts
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,16 +34,6 @@ def small(start_engine: StartEngine) -> Engine:
 
 def lines(engine: Engine) -> list[str]:
     return [line for line in engine.log().splitlines() if LINE in line]
-
-
-def test_tickets_that_nobody_uses_make_room(reference: Engine, small: Engine) -> None:
-    small.prefill(*PROMPTS)
-    assert small.prefill(LATE) != [{}]
-    name = 'holds_total{driver="loopback",outcome="orphaned"}'
-    eventually(lambda: small.run(probes.exposed)[name] > 0)
-    [line] = lines(small)
-    assert "decode gave no sign of life" in line
-    assert texts(small, LATE, max_tokens=4) == texts(reference, LATE, max_tokens=4)
 
 
 def test_a_decode_engine_that_is_gone_makes_room(small: Engine, start_engine: StartEngine) -> None:

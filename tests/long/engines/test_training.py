@@ -26,7 +26,6 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.timeout(900)
 
 UPDATES = 8
-CYCLES = 200
 CLIENTS = 4
 QUIET = 12
 """How many answers are to come after an update, before the next."""
@@ -38,8 +37,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 UNCACHED = OPTIONS | {"enable_prefix_caching": False}
 AHEAD: dict[str, Any] = {"async_scheduling": True, "max_num_batched_tokens": 64}
-
-PROBE = "tests.engines.training.Probe"
 
 Pair = tuple[Trained, Trained]
 Adapter = dict[str, Any]
@@ -232,53 +229,3 @@ def test_updates(
         assert inside
         check(ordinary, weights[number], inside, adapter)
     ordinary.close()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_cycles(
-    weights: list[Path], start_engine: StartEngine, tmp_path: Path, case: str, adapter: Adapter
-) -> None:
-    """After many pauses, servers have all that they had before, and no answer was wrong."""
-    options = served(adapter) | {"worker_extension_cls": PROBE}
-    with pair(weights[0], tmp_path, CASES[case], **options) as servers:
-        traffic = Traffic(servers, adapter, early=case == "early")
-        with traffic.flowing():
-            cycle(traffic, servers, 6)
-        before = [at_rest(server) for server in servers]
-        with traffic.flowing():
-            cycle(traffic, servers, CYCLES)
-        for server, rest in zip(servers, before, strict=True):
-            eventually(lambda s=server, r=rest: at_rest(s) == r)  # type: ignore[misc]
-    ordinary = start_engine(case, model=weights[0], **(UNCACHED if adapter else {}))
-    answers = [each for each in traffic.answers if each.reason == "length"]
-    check(ordinary, weights[0], answers, adapter)
-    ordinary.close()
-
-
-def cycle(traffic: Traffic, servers: Pair, count: int) -> None:
-    """Pause one server, or both, so many times, while clients ask."""
-    for number in range(count):
-        paused = servers if number % 3 == 2 else servers[number % 2 :][:1]
-        for server in paused:
-            server.pause(("keep", "abort")[number // 3 % 2])
-        for server in paused:
-            server.resume()
-        if not number % 10:
-            traffic.wait(time.monotonic())
-
-
-def at_rest(server: Trained) -> dict[str, Any]:
-    """What a server has when nobody asks: files by process, holds, and host pages.
-
-    All blocks are free then.
-    """
-    server.pause("abort")
-    server.resume()
-    eventually(lambda: bool(server.ask("/reset_prefix_cache")["success"]))
-    server.answer(words(40))
-    return {
-        "files": server.open_files(),
-        "holds": server.rpc("held"),
-        "host pages": server.gauge("vllm:kvferry_host_pages_used"),
-        "requests": server.gauge("vllm:num_requests_running"),
-    }

@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,7 +28,6 @@ from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.testing import Fault, FaultyTransport, Schedule
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Clock, Engine
-from tests.faults.cells import figure
 from tests.faults.engine_processes import TOKENS
 from tests.waiting import eventually
 
@@ -157,12 +155,12 @@ def test_resource_use_stays_constant(quiescence: Quiescence) -> None:
             soak.batch()
         # A sample may see a connection that is open, closed, or replaced while the old one closes.
         samples = [soak.batch() for _ in range(SAMPLES)]
-        before, begun = Usage(*map(max, zip(*samples, strict=True))), time.monotonic()
+        before = Usage(*map(max, zip(*samples, strict=True)))
         for _ in range(0, REQUESTS, BATCH_SIZE):
             soak.batch()
         eventually(lambda: usage().threads <= before.threads, "no thread is left over")
         eventually(lambda: usage().files <= before.files, "no file is left over")
-        after, seconds = usage(), time.monotonic() - begun
+        after = usage()
         assert after.memory <= before.memory + MEMORY
         assert soak.outcomes["loaded"] > soak.outcomes["failed"] > 0
         assert prefill.ranks[0].endpoint.held == 0
@@ -170,14 +168,3 @@ def test_resource_use_stays_constant(quiescence: Quiescence) -> None:
         clock.skip(LEASE)  # the last handshakes that nobody answers time out
         states = soak.endpoint._load_manager._states
         eventually(lambda: not states, "nothing is left of any load")
-        figure(
-            "soak",
-            seconds,
-            quiescence=quiescence.value,
-            requests=REQUESTS,
-            loaded=soak.outcomes["loaded"],
-            failed=soak.outcomes["failed"],
-            memory=round((after.memory - before.memory) / (1 << 20), 1),
-            files=after.files - before.files,
-            threads=after.threads - before.threads,
-        )

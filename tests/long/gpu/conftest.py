@@ -1,11 +1,7 @@
-"""What a step is told, and what it reports: by variables of its environment and lines of JSON.
-
-What matters most runs first, and each outcome is written at once, as a step may end early.
-"""
+"""What a step is told by variables of its environment; what its tests write onto the page."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -17,7 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.long.gpu.device import Device, load_torch
 
-NEAR, FAR, DRIVER, SECONDS, SHARD, FILE = (
+NEAR, FAR, DRIVER, SECONDS, SHARD, PAGE = (
     os.environ.get(f"KVFERRY_GPU_{name}", default)
     for name, default in (
         ("NEAR", "cuda:0"),
@@ -25,12 +21,12 @@ NEAR, FAR, DRIVER, SECONDS, SHARD, FILE = (
         ("DRIVER", "nixl"),
         ("SECONDS", "inf"),
         ("SHARD", "0/1"),
-        ("FILE", os.devnull),
+        ("PAGE", ""),
     )
 )
 """The device that reads, and that of the other process; the driver; after how many seconds no
 further test begins; which of the tests run in this process, such as ``0/4`` for the first of four;
-and where the lines go."""
+and the page of results, if there is one."""
 
 TOPICS = (
     "ThreadTests",
@@ -43,10 +39,8 @@ TOPICS = (
     "StoppedPeerTests",
     "PeerTests",
     "ClosingTests",
-    "StateMachineTests",
-    "RefusalTests",
 )
-"""The topics of the suite, beginning with those that depend most on the memory and its library."""
+"""The topics of the suite that depend most on the memory and its library: a step may end early."""
 KNOWN_FAILURES = {
     ("nixl", "test_close_gives_threads_and_descriptors_back"): (
         "each thread that UCX has beside its progress thread keeps a socket of a peer that is gone"
@@ -55,10 +49,10 @@ KNOWN_FAILURES = {
 """Driver and test to the reason why the test may fail."""
 
 Table = Callable[[str, Mapping[str, str | int | float]], None]
-"""A function that adds a row to a table of the results, by its title."""
+"""A function that writes figures onto the page, below a title."""
 
 _begun = time.monotonic()
-_sessions: list[pytest.Session] = []
+_statuses: list[int] = []
 
 
 def pytest_configure() -> None:
@@ -78,12 +72,21 @@ def device() -> Device:
 
 
 @pytest.fixture
-def table(record_property: Callable[[str, object], None]) -> Table:
-    return lambda title, row: record_property(title, dict(row))
+def table() -> Table:
+    def write(title: str, row: Mapping[str, str | int | float]) -> None:
+        note(f"{title}: " + "; ".join(f"{name} {value}" for name, value in row.items()))
+
+    return write
+
+
+def note(line: str) -> None:
+    """Write a line onto the page."""
+    if PAGE:
+        with Path(PAGE).open("a", encoding="utf-8") as page:
+            page.write(f"- {' '.join(line.split())}\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the suite into the order of ``TOPICS``, and keep those of the shard."""
     for item in items:
         if (reason := KNOWN_FAILURES.get((DRIVER, item.name))) is not None:
             item.add_marker(pytest.mark.xfail(reason=reason))
@@ -96,45 +99,25 @@ def _order(item: pytest.Item) -> int:
     return TOPICS.index(name) if name in TOPICS else len(TOPICS)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    _sessions.append(session)
-    _write(collected=len(session.items))
-
-
-def pytest_runtest_protocol(item: pytest.Item) -> None:
-    _write(began=item.name)
-
-
-def pytest_runtest_logfinish() -> None:
+def pytest_runtest_teardown(item: pytest.Item) -> None:
     if time.monotonic() - _begun > float(SECONDS):
-        _sessions[0].shouldstop = "the time for this step is up"
+        item.session.shouldstop = "the time for this step is up"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Write the outcome of a test; of its phases, that of the call, or the one that failed."""
-    if report.when == "call" or report.outcome != "passed":
-        skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
-        _write(
-            test=report.nodeid.rpartition("::")[2],
-            outcome=report.outcome,
-            seconds=round(report.duration, 2),
-            text=str(report.longrepr)[-4000:] if report.failed else skipped,
-            tables=report.user_properties,
-        )
+    if report.failed:
+        error = [line[1:] for line in str(report.longrepr).splitlines() if line.startswith("E ")]
+        note(f"FAILED {report.nodeid}: {(error or ['the log says more'])[0]}")
 
 
-def pytest_sessionfinish() -> None:
-    _write(ended=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    _statuses.append(int(bool(session.testsfailed) or not session.testscollected))
+    note(f"{session.testscollected} tests, {session.testsfailed} failed")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """End the process: some libraries crash in their exit handlers."""
-    if os.devnull != FILE:
+    """End a step's process at once: some libraries crash in their exit handlers."""
+    if PAGE and _statuses:
         sys.stdout.flush()
-        os._exit(0)
-
-
-def _write(**fields: object) -> None:
-    with Path(FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(fields) + "\n")
+        os._exit(_statuses[0])

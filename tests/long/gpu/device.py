@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import threading
 import time
@@ -18,16 +17,6 @@ from kvferry.core.memory import CUDA
 PAGE_TOKENS = 16
 POISON = 0x7FC07FC0  # two NaNs of bfloat16
 _MASK = 0x3FFF3FFF  # no word is the poison, and no value is a NaN
-
-LIBCUDA = "libcuda.so.1"
-WITHOUT_MEMORY = (
-    "gpu-check-",
-    "kvferry-directory",
-    "kvferry-handshake",
-    "kvferry-side-channels",
-)
-"""How the names begin of threads that use neither the transport nor the engine's memory, and of the
-tests' own."""
 
 
 def load_torch() -> Any:
@@ -200,79 +189,3 @@ class Cache:
         """
         torch = self.device.torch
         return torch.tensor(list(pages), dtype=torch.int64, device=self.device.name)
-
-
-# Which threads of a process chose a device, and what the process holds on each GPU.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextReport:
-    """The state of a process at one moment."""
-
-    entered: dict[str, int]  # thread to the device that it has chosen
-    contexts: dict[str, int]  # thread to the CUDA context that it had then; 0 for none
-    not_entered: list[str]  # Python's threads that have chosen none, but for ``WITHOUT_MEMORY``
-    active: list[int]  # the GPUs on which this process has a primary context
-
-    def problems(self, device: int) -> list[str]:
-        """Return what is wrong in a process that should use this GPU only."""
-        found = [f"thread {name} chose no device" for name in self.not_entered]
-        found += [
-            f"thread {name} is on device {index}, not {device}"
-            for name, index in self.entered.items()
-            if index != device
-        ]
-        found += [f"thread {name} has no context" for name, it in self.contexts.items() if not it]
-        if len(set(self.contexts.values()) - {0}) > 1:
-            found.append(f"threads have different contexts: {self.contexts}")
-        return found + [
-            f"a stray context on GPU {index}" for index in self.active if index != device
-        ]
-
-
-class EnterLog:
-    """An ``EnterThread`` that chooses the device and notes the thread."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._entered: dict[str, int] = {}
-        self._contexts: dict[str, int] = {}
-        # The threads that were there before, such as those of pytest.
-        self._others = {thread.name for thread in threading.enumerate()}
-
-    def __call__(self) -> None:
-        """Choose the device for this thread, and note what torch and CUDA name afterwards."""
-        self._device.enter()
-        name, is_cuda = threading.current_thread().name, self._device.is_cuda
-        self._entered[name] = self._device.torch.cuda.current_device() if is_cuda else 0
-        if is_cuda:
-            context = ctypes.c_void_p()
-            ctypes.CDLL(LIBCUDA).cuCtxGetCurrent(ctypes.byref(context))
-            self._contexts[name] = context.value or 0
-
-    def report(self) -> ContextReport:
-        """Return the state of this process now."""
-        names = {thread.name for thread in threading.enumerate()} - self._others
-        ours = {name for name in names if not name.startswith(WITHOUT_MEMORY)}
-        return ContextReport(
-            entered=dict(self._entered),
-            contexts=dict(self._contexts),
-            not_entered=sorted(ours - set(self._entered)),
-            active=_active_contexts(),
-        )
-
-
-def _active_contexts() -> list[int]:
-    """Return the GPUs on which this process has a primary context, without making one."""
-    try:
-        cuda = ctypes.CDLL(LIBCUDA)
-    except OSError:
-        return []
-    count, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
-        return []
-    found = []
-    for index in range(count.value):
-        cuda.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
-        found += [index] * bool(active.value)
-    return found

@@ -15,7 +15,7 @@ from kvferry.testing import CacheShape as ModelShape
 from kvferry.testing import ModelFreeEngine
 from kvferry.testing.peer_process import PeerServer, PeerSetup
 from kvferry.testing.peers import Process
-from tests.long.gpu.device import Cache, CacheShape, ContextReport, Device, EnterLog
+from tests.long.gpu.device import Cache, CacheShape, Device
 
 LOAD_SECONDS = 30.0
 OPTIONS = EndpointOptions(load_timeout=LOAD_SECONDS, liveness_interval=1.0)
@@ -39,18 +39,18 @@ class Engine(ModelFreeEngine):
     """An engine without a model whose cache lies on a device."""
 
     def __init__(self, driver: str, device: Device, shape: CacheShape, name: str) -> None:
-        self.device, self.entered = device, EnterLog(device)
-        self.entered()
+        self.device = device
+        device.enter()
         self.stream = device.new_stream()
         self.cache = Cache(device, shape)
         super().__init__(
             name,
             _DeviceShape(pages=shape.pages, cache=self.cache.tensor, described=self.cache.layout),
             driver=driver,
-            transport=lambda: create_transport(driver, enter=self.entered),
+            transport=lambda: create_transport(driver, enter=device.enter),
             options=OPTIONS,
             zero=device_zero_function([self.cache.tensor]),
-            enter=self.entered,
+            enter=device.enter,
         )
 
     def poison(self, pages: Sequence[int]) -> Callable[[], bool]:
@@ -124,11 +124,6 @@ class Producer(Process):
         ticket: Ticket = self.ask("prefill", request, list(pages), seed, tokens, wait)
         return ticket
 
-    def contexts(self) -> ContextReport:
-        """Return the threads and contexts of the process."""
-        report: ContextReport = self.ask("contexts")
-        return report
-
 
 class ProducerCommands(PeerServer):
     """The commands of the producer's process, whose own transport nobody uses."""
@@ -147,6 +142,3 @@ class ProducerCommands(PeerServer):
 
     def prefill(self, request: str, pages: list[int], seed: int, tokens: int, wait: bool) -> Ticket:
         return self._engines[0].prefill(request, pages, seed, tokens, wait=wait)
-
-    def contexts(self) -> ContextReport:
-        return self._engines[0].entered.report()

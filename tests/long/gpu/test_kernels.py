@@ -61,16 +61,8 @@ def test_zeroing(device: Device, table: Table) -> None:
 
     alone = [zeroed() for _ in range(ROUNDS)]
     behind = zeroed(kernel=True) if device.is_cuda else 0.0
-    table(
-        "zeroing",
-        {
-            "spans": sum(len(each.nbytes) for each in spans),
-            "MiB": sum(int(each.nbytes.sum()) for each in spans) >> 20,
-            "alone, first ms": round(alone[0] * 1e3, 3),
-            "alone, median ms": round(median(alone) * 1e3, 3),
-            "behind a kernel of 1 s, ms": round(behind * 1e3, 3),
-        },
-    )
+    figures = {"alone": median(alone), "behind a kernel of 1 s": behind}
+    table("zeroing", {f"{name}, ms": round(each * 1e3, 3) for name, each in figures.items()})
     assert behind < MOST_OF_KERNEL * KERNEL_SECONDS
 
 
@@ -107,15 +99,13 @@ def test_staging(device: Device, table: Table, pin: bool) -> None:
     order, count = np.random.default_rng(0).permutation(blocks), blocks // 2
     source, target = order[:count].tolist(), order[count:].tolist()
     pages = np.random.default_rng(1).permutation(count).tolist()
-    nbytes = count * LAYERS * ROW_WORDS * 4
-    pool = HostPool(
-        caches, form, count, device=torch.device(device.name), enter=device.enter, pin=pin
-    )
     ways: dict[str, Callable[[], float]] = {
         "to host pages": lambda: passed(pool.out(source, pages)),
         "from host pages": lambda: passed(pool.into(pages, target)),
     }
-    with closing(pool):
+    with closing(
+        HostPool(caches, form, count, device=torch.device(device.name), enter=device.enter, pin=pin)
+    ) as pool:
         taken = []
         for _ in range(ROUNDS):
             for cache in caches:
@@ -123,24 +113,15 @@ def test_staging(device: Device, table: Table, pin: bool) -> None:
             device.wait()
             taken.append([way() for way in ways.values()])
             assert all(bool((cache[source] == cache[target]).all()) for cache in caches)
-        for index, way in enumerate(ways):
-            seconds = [each[index] for each in taken]
-            table(
-                "staging",
-                {
-                    "way": way,
-                    "memory": "pinned" if pin else "unpinned",
-                    "MiB": nbytes >> 20,
-                    "first ms": round(seconds[0] * 1e3, 2),
-                    "median ms": round(median(seconds) * 1e3, 2),
-                    "GB/s": round(nbytes / median(seconds) / 1e9, 2),
-                },
-            )
+        gigabytes = count * LAYERS * ROW_WORDS * 4 / 1e9
+        for way, seconds in zip(ways, zip(*taken, strict=True), strict=True):
+            memory = "pinned" if pin else "unpinned"
+            rate = round(gigabytes / median(seconds), 2)
+            table("staging", {"way": way, "memory": memory, "GB/s": rate})
         if pin:
             device.spin(KERNEL_SECONDS)
             behind = sum(way() for way in ways.values())
             device.wait()
-            table("staging behind a kernel of 1 s", {"both ways, ms": round(behind * 1e3, 2)})
             assert behind < MOST_OF_KERNEL * KERNEL_SECONDS
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from tests.waiting import eventually
 BEFORE_FAULT = 10  # how many requests have been answered when a fault happens
 DURING_FAULT = 60
 AFTER_FAULT = 24
-STOPPED_SECONDS = 4.0
 
 EMPTY_WHEN_IDLE = (
     "vllm:kvferry_held_pages",
@@ -89,33 +86,6 @@ class Clients:
             self.servers[side].wait_started()
 
         assert self.check_during(restart) < DURING_FAULT
-
-    def check_stopped(self, side: str) -> None:
-        """Stop a server under load for some seconds."""
-
-        def stop() -> None:
-            self.servers[side].send_signal(signal.SIGSTOP)
-            time.sleep(STOPPED_SECONDS)
-            self.servers[side].send_signal(signal.SIGCONT)
-
-        self.check_during(stop)
-
-    def check_left(self) -> None:
-        """Have a third of the clients leave; see that the others are answered, and nothing is left.
-
-        Those that stream close the connection in the middle, the others before an answer.
-        """
-
-        def one(number: int) -> Answer:
-            question = self.questions[number]
-            after = None if number % 3 else 2 if question.stream else 0
-            return ask(self.router.address, question, self.servers.model, leave_after=after)
-
-        with ThreadPoolExecutor(AT_ONCE) as clients:
-            answers = list(clients.map(one, range(len(self.questions))))
-        self._none_wrong(answers)
-        assert all(answer.complete for number, answer in enumerate(answers) if number % 3)
-        self._goes_on()
 
     def _none_wrong(self, answers: Sequence[Answer]) -> int:
         """See that no text is wrong; return how many are complete."""

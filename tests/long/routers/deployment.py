@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +37,6 @@ class Servers:
         sides: Mapping[str, Mapping[str, str]],
         *,
         extra: Mapping[str, Any],
-        strangers: Collection[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin to start the servers."""
@@ -47,9 +46,6 @@ class Servers:
         self._template.write_text(TEMPLATE)
         self._extra, self._options = dict(extra), dict(options or {})
         self._security = _write_keys(folder, list(sides))
-        for name in strangers:
-            secret = _write(folder / f"{name}.ticket-secret", random.randbytes(32).hex())
-            self._security[name]["ticket_secrets"] = [secret]
         self._ports = {name: (free_port(), free_port()) for name in sides}
         self._starts = itertools.count()
         self._servers: dict[str, HttpServer] = {}
@@ -93,16 +89,14 @@ class Servers:
             server.close()
 
 
-def vllm_router(
-    program: Path, servers: Servers, folder: Path, *, decode: str = "decode"
-) -> Program:
+def vllm_router(program: Path, servers: Servers, folder: Path) -> Program:
     """Return vLLM's router (the distribution ``vllm-router``)."""
     port = free_port()
     command: list[str | Path] = [
         program,
         "--vllm-pd-disaggregation",
         *("--prefill", servers["prefill"].address),
-        *("--decode", servers[decode].address),
+        *("--decode", servers["decode"].address),
         *("--policy", "round_robin"),
         *("--port", str(port)),
         *("--prometheus-port", str(free_port())),
@@ -118,12 +112,11 @@ def proxy(
     folder: Path,
     *,
     host: str = "127.0.0.1",
-    decode: str = "decode",
 ) -> Program:
     """Return a proxy of vLLM's source, which reaches both servers by ``host``."""
     port = free_port()
     command: list[str | Path] = [sys.executable, script, "--host", "127.0.0.1", "--port", str(port)]
-    for option, server in (("prefiller", servers["prefill"]), ("decoder", servers[decode])):
+    for option, server in (("prefiller", servers["prefill"]), ("decoder", servers["decode"])):
         command += [f"--{option}-host", host, f"--{option}-port", server.address.rpartition(":")[2]]
     return Program(script.stem, command, port, health, folder)
 

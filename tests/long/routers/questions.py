@@ -97,12 +97,8 @@ def mixture(count: int, *, seed: int = 0, shortest: int = 5, longest: int = 500)
     ]
 
 
-def ask(address: str, question: Question, model: str, *, leave_after: int | None = None) -> Answer:
-    """Send a request and read the answer.
-
-    After ``leave_after`` chunks of a streamed answer (0: before any) the client closes the
-    connection.
-    """
+def ask(address: str, question: Question, model: str) -> Answer:
+    """Send a request and read the answer."""
     where = urllib.parse.urlsplit(address)
     connection = http.client.HTTPConnection(
         where.hostname or "", where.port, timeout=ANSWER_SECONDS
@@ -111,10 +107,8 @@ def ask(address: str, question: Question, model: str, *, leave_after: int | None
         headers = {"Content-Type": "application/json"}
         headers |= {"X-Request-Id": question.id} if question.id else {}
         connection.request("POST", question.path, json.dumps(question.body(model)), headers)
-        if leave_after == 0:
-            return Answer(status=0)
         response = connection.getresponse()
-        return _read_stream(response, leave_after) if question.stream else _read_whole(response)
+        return _read_stream(response) if question.stream else _read_whole(response)
     except (OSError, http.client.HTTPException) as error:
         return Answer(status=0, raw=f"{type(error).__name__}: {error}")
     finally:
@@ -132,13 +126,9 @@ def _read_whole(response: http.client.HTTPResponse) -> Answer:
     return replace(_answer(response.status, _json(raw)), done=True, raw=raw)
 
 
-def _read_stream(response: http.client.HTTPResponse, leave_after: int | None) -> Answer:
-    """Read chunks until the end, a break of the connection, or ``leave_after`` chunks."""
-    lines: list[str] = []
-    for line in response:  # ends where the connection breaks, too
-        lines.append(line.decode())
-        if leave_after is not None and sum(map(_is_data, lines)) >= leave_after:
-            break
+def _read_stream(response: http.client.HTTPResponse) -> Answer:
+    """Read chunks until the end, or a break of the connection."""
+    lines = [line.decode() for line in response]
     raw = "".join(lines)
     if not any(map(_is_data, lines)):
         return replace(_answer(response.status, _json(raw)), done=bool(raw), raw=raw)

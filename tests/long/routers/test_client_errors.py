@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from tests.engines.engines import PREFILL as WANTED
-from tests.engines.http_server import Program
 from tests.long.routers.checks import nothing_left
-from tests.long.routers.deployment import DECODE, PREFILL, Servers, vllm_router
+from tests.long.routers.deployment import DECODE, PREFILL, Servers
 from tests.long.routers.questions import Answer, Question, ask
 
 pytestmark = pytest.mark.timeout(400)
@@ -35,15 +34,14 @@ Ticket = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """A prefill server, decode servers of both policies, and one that refuses all tickets."""
-    sides = {"prefill": PREFILL, "stranger": DECODE}
+    """A prefill server, and decode servers of both policies."""
+    sides = {"prefill": PREFILL}
     sides |= {policy: DECODE | {"kv_load_failure_policy": policy} for policy in POLICIES}
     started = Servers(
         checkpoint,
         tmp_path_factory.mktemp("policies"),
         sides,
         extra={"kv_lease_duration": LEASE_SECONDS},
-        strangers=["stranger"],
     )
     with contextlib.closing(started):
         yield started.wait_started()
@@ -118,18 +116,3 @@ def test_a_ticket_of_an_engine_that_died(
     servers["prefill"].wait_started()
     check(servers, forms, expected, after, "cause ticket.*was restarted since")
     nothing_left(servers)
-
-
-def test_vllm_router_passes_the_error_on(
-    servers: Servers,
-    started: Callable[[Program], Program],
-    router_program: Path,
-    tmp_path: Path,
-    questions: list[Question],
-) -> None:
-    """The router does not try again."""
-    router = started(vllm_router(router_program, servers, tmp_path, decode="stranger"))
-    for question in questions[FORMS]:
-        failed(question, ask(router.address, question, servers.model))
-    refused = servers["stranger"].counter("vllm:kvferry_refused_tickets", 'reason="signature"')
-    assert refused == len(questions[FORMS])

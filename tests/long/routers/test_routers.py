@@ -1,4 +1,4 @@
-"""Routers between real servers, also while a server dies or stops and clients go away.
+"""Routers between real servers, also while a server dies.
 
 They are vllm-router, the proxies that vLLM's source has for disaggregated prefill, and
 ``examples/serving/early_proxy.py``, which sends both legs of a request at once.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from examples.tiny_llama import prompt
 from tests.engines.engines import ROOT
-from tests.engines.http_server import Program, post
+from tests.engines.http_server import Program
 from tests.free_port import free_port
-from tests.long.routers.checks import Clients, nothing_left
+from tests.long.routers.checks import Clients
 from tests.long.routers.deployment import (
     HEALTH,
     MULTI_TURN,
@@ -94,52 +91,3 @@ def test_every_text_is_right(request: pytest.FixtureRequest, clients: Clients) -
 @sides
 def test_a_killed_server_returns(clients: Clients, side: str) -> None:
     clients.check_killed(side)
-
-
-@only(*USUAL[:3])
-@sides
-def test_a_server_stands_still(clients: Clients, side: str) -> None:
-    clients.check_stopped(side)
-
-
-def test_a_third_of_the_clients_go_away(clients: Clients) -> None:
-    clients.check_left()
-
-
-@only("multi-turn")
-def test_conversations(clients: Clients) -> None:
-    """Without ``bidirectional_kv_xfer``, each turn is prefilled as the first one is."""
-    turn = [replace(q, more={"conversation_id": f"{n}"}) for n, q in enumerate(clients.questions)]
-    for _ in range(2):
-        replace(clients, questions=turn).check()
-    assert "cache HIT" not in clients.router.log()
-    assert "cache MISS" in clients.router.log()
-
-
-@only("vllm-router")
-def test_a_list_of_prompts_and_several_samples_hold_nothing_in_vain(clients: Clients) -> None:
-    """vLLM answers either with one ticket: of the first prompt, and of the last sample to end."""
-    servers = clients.servers
-    prefill, decode = servers["prefill"], servers["decode"]
-
-    def counted() -> dict[str, float]:
-        return {
-            "made": prefill.counter("vllm:kvferry_holds", 'outcome="made"'),
-            "ended": prefill.counter("vllm:kvferry_holds", 'outcome="read"'),
-            "not made": prefill.counter("vllm:kvferry_tickets_not_made", 'reason="list"'),
-            "refused": decode.counter("vllm:kvferry_refused_tickets", 'reason="list"'),
-            "loads": decode.counter("vllm:kvferry_loads"),
-        }
-
-    def ask_for(**body: Any) -> tuple[int, dict[str, float]]:
-        nothing_left(servers)
-        before = counted()
-        body |= {"model": servers.model, "max_tokens": 8, "ignore_eos": True}
-        status, _ = post(clients.router.address + "/v1/completions", body)
-        nothing_left(servers)
-        return status, {name: value - before[name] for name, value in counted().items()}
-
-    each_once = {"made": 1, "ended": 1, "not made": 1, "refused": 1, "loads": 1}
-    assert ask_for(prompt=[prompt(100, seed=61), prompt(90, seed=62)]) == (500, each_once)
-    samples = {"made": 1, "ended": 1, "not made": 0, "refused": 0, "loads": 3}
-    assert ask_for(prompt=prompt(80, seed=63), n=3, temperature=1.0) == (200, samples)

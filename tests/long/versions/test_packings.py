@@ -27,7 +27,7 @@ SINCE_0_32 = {
 }
 
 SINCE_0_31 = {
-    "test_what_is_refused[SlidingWindowMLASpec-options6-None]",  # had no bounded replay
+    "test_what_is_refused[SlidingWindowMLASpec-options9-None]",  # had no bounded replay
     # Specs had no block_stride_alignment.
     "test_what_is_not_certain_is_opaque[DEEPSEEK_SPARSE_SWA-mla-options16]",
     # Nor dcp_sharded.
@@ -39,7 +39,6 @@ SINCE_0_31 = {
 }
 
 SINCE_0_30 = {
-    "test_groups_that_are_refused",  # groups had no host_resident
     "test_every_order_that_vllm_offers[TRITON_FLASH_ATTN-full-split_cells]",
     "test_every_order_that_vllm_offers[TRITON_FLASHINFER-full-split_cells]",
     "test_every_order_that_vllm_offers[B12X-planes-unbound]",

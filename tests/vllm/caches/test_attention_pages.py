@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from kvferry.core.errors import LayoutError
 from kvferry.core.layout import ContextParallel, GroupKind
-from kvferry.core.planner.build_copies import Pages, ReadRequest, build_copies
-from kvferry.core.planner.plan import make_plan
 from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
 from kvferry.integrations.vllm.caches.pages import ShardPosition
@@ -233,17 +230,6 @@ def test_expressions_of_backends_on_cuda(page: Page) -> None:
     check(page)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_copies_between_equal_engines(order: str) -> None:
-    """Pages that are in one piece cost one copy; heads that are apart cost one each."""
-    local, remote = (Rank([group(TWO, full())], order, backends="FLASH_ATTN") for _ in range(2))
-    [source] = make_plan([local.layout], [remote.layout], 0).sources
-    lists = [(Pages(ids=np.array([page])),) for page in (1, 2)]
-    request = ReadRequest(ranges=((0, 32),), local=lists[0], remote=lists[1])
-    pieces = {"LHBNC": 6, "BLHNC": 1, "BLNHC": 1, "BHLNC": 1}.get(order, 2)
-    assert len(build_copies(source, request)) == pieces
-
-
 INDEXED = "model.layers.0.self_attn.attn", "model.layers.0.self_attn.indexer.k_cache"
 
 
@@ -281,23 +267,6 @@ def test_layers_of_unlike_sizes_in_one_group(
         assert rank.wrong(readings) == [], order
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_groups_that_overlay_each_other(order: str) -> None:
-    """Full attention and a sliding window share their bytes, block ids apart."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    window = SlidingWindowSpec(
-        block_size=32, num_kv_heads=3, head_size=64, dtype=full().dtype, sliding_window=128
-    )
-    rank = Rank(
-        [group(["a", "b"], full()), group(["c", "d"], window)], order, backends="FLASH_ATTN"
-    )
-    assert rank.wrong(views.split_cells) == []
-    assert len(rank.layout.regions) == 1
-    by_key = {f.key: f.offset for f in rank.layout.fields}
-    assert by_key["a/k"] == by_key["c/k"]
-
-
 def test_context_parallel_ranks_divide_the_tokens_of_the_groups_that_say_so() -> None:
     """A drafter may keep all tokens on each rank."""
     position = ShardPosition(dcp=1, dcp_size=2, interleave=16)
@@ -313,20 +282,6 @@ def test_cross_layer_sharing_is_described_once() -> None:
     rank = Rank([group(["a", "b"], full())], backends="FLASH_ATTN", shared={"c": "b"})
     assert [f.key for f in rank.layout.fields] == ["a/k", "a/v", "b/k", "b/v"]
     assert rank.wrong(views.split_cells) == []
-
-
-@pytest.mark.parametrize(
-    ("position", "heads", "expected"),
-    [
-        (ShardPosition(tp=1, tp_size=2), 6, (3, 6)),
-        (ShardPosition(tp=0, tp_size=1), 3, (0, 3)),
-    ],
-)
-def test_heads_of_this_rank(position: ShardPosition, heads: int, expected: tuple[int, int]) -> None:
-    rank = Rank([group(TWO, full())], backends="FLASH_ATTN", position=position, heads=heads)
-    assert {f.shard_range for f in rank.layout.fields} == {expected}
-    latent = Rank([group(TWO, mla())], backends="FLASHMLA", position=position)
-    assert {f.shard_range for f in latent.layout.fields} == {(0, 1)}
 
 
 @pytest.mark.parametrize(

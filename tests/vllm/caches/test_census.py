@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.integrations.vllm.caches.attention_pages import PACKINGS
-from kvferry.integrations.vllm.caches.cache_kinds import HANDLED, REFUSED, Handling, refusals
+from kvferry.integrations.vllm.caches.cache_kinds import HANDLED, REFUSED, refusals
 from kvferry.integrations.vllm.caches.state_pages import STATE_PACKINGS
 from tests.vllm.caches import census, coverage_page
 from tests.vllm.caches.views import group
@@ -79,18 +79,6 @@ def test_every_kernel_of_the_cpu_backend_has_a_verdict() -> None:
     assert kernels == {name for name in known if name.startswith("CPU_ATTN/")}
 
 
-def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
-    """Whatever it is derived from."""
-
-    class TheirSpec(type(_full())):  # type: ignore[misc]
-        pass
-
-    theirs = TheirSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=_full().dtype)
-    assert list(_refusals(group(["a", "b", "c"], theirs))) == [
-        "the caches of a, b and 1 more layers (TheirSpec: not known here)"
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
@@ -99,8 +87,13 @@ def test_a_kind_of_cache_that_is_in_no_table_is_refused() -> None:
         ("HiddenStateCacheSpec", {}, "ExampleHiddenStatesConnector"),
         ("FullAttentionSpec", {"non_causal": True}, "prefix LM"),
         ("FullAttentionSpec", {"tokens_per_state": Fraction(1, 4)}, "4 entries per token"),
-        ("CircularBufferSpec", {}, None),
+        ("FullAttentionSpec", {}, None),
+        ("MLAAttentionSpec", {}, None),
+        ("RSWASpec", {"rswa_window": 64}, None),
+        ("SlidingWindowSpec", {"sliding_window": 64}, None),
         ("SlidingWindowMLASpec", {"sliding_window": 64, "bounded_replay": True}, None),
+        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, None),
+        ("CircularBufferSpec", {}, None),
     ],
 )
 def test_what_is_refused(name: str, options: dict[str, Any], why: str | None) -> None:
@@ -111,23 +104,19 @@ def test_what_is_refused(name: str, options: dict[str, Any], why: str | None) ->
     assert _refusals(group(["a"], spec, enable_kv_transfer=False)) == []
 
 
-def test_groups_that_are_refused() -> None:
+def test_each_layer_s_own_kind_of_cache_counts_whatever_it_is_derived_from() -> None:
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-    resident = _refusals(group(["a"], _full(), host_resident=True))[0]
-    assert "start without attention_config.hisparse_config" in resident
-    specs = {"a": _full(), "b": _spec("SinkFullAttentionSpec", sink_len=4)}
+    class TheirSpec(type(_full())):  # type: ignore[misc]
+        pass
+
+    theirs = TheirSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=_full().dtype)
+    specs = {"a": _full(), "b": theirs, "c": _full()}
     both = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
-    assert "SinkFullAttentionSpec" in _refusals(group(["a", "b"], both))[0]
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, handling in HANDLED.items() if handling is Handling.PAGED]
-)
-def test_what_is_paged_is_taken(name: str) -> None:
-    extra = {"RSWASpec": "rswa_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
-    window = {extra.get(name, "sliding_window"): 64} if name != "MLAAttentionSpec" else {}
-    assert _refusals(group(["a"], _spec(name, **window))) == []
+    for spec in (theirs, both):
+        assert _refusals(group(["a", "b", "c"], spec)) == [
+            "the caches of a, b and 1 more layers (TheirSpec: not known here)"
+        ]
 
 
 def test_the_page_names_all_caches() -> None:

@@ -150,7 +150,6 @@ class Rank:
         backends: Mapping[str, str] | str,
         blocks: int = 3,
         kernels: list[int] | None = None,
-        heads: int | None = None,
         position: ShardPosition = SINGLE_RANK,
         shared: Mapping[str, str] | None = None,
     ) -> None:
@@ -169,7 +168,7 @@ class Rank:
         facts = {
             name: LayerFacts(
                 backend=backends if isinstance(backends, str) else backends[name],
-                heads=heads or self.specs[name].num_kv_heads,
+                heads=self.specs[name].num_kv_heads,
             )
             for name in self.specs
         }

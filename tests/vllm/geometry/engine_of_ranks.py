@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -25,11 +25,10 @@ from kvferry.integrations.vllm import versions
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.pages import ShardPosition
-from kvferry.integrations.vllm.compat_029 import FailedBlocks
 from kvferry.integrations.vllm.device import storage_of, work_marker
 from kvferry.integrations.vllm.host_pool import HostPool
 from kvferry.integrations.vllm.rank_position import RankPosition, current_rank_position
-from tests.vllm.geometry.model import Bytes, Layer, Part, Setting, Steps, stage
+from tests.vllm.geometry.model import Layer, Part, Setting, Steps, stage
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
@@ -62,7 +61,6 @@ class Shape:
     shares: tuple[tuple[str, str], ...] = ()  # layers that use another's cache, and whose
     blocks: int = 96
     host_pages: int = 0  # of a rank, the hole included; 0 where nothing is staged
-    device: str = "cpu"  # in whose memory the caches are
     caches: bool = True  # prefixes, if its states allow it
     unit: int | None = None  # tokens that are hashed together; None where vLLM decides
 
@@ -107,7 +105,6 @@ class Rank:
     extents: tuple[Extent, ...]  # by vLLM's groups
     worker: FerryWorker | UnreadRankWorker
     endpoint: Endpoint | None  # None where another rank publishes the same caches
-    failed: FailedBlocks = field(default_factory=FailedBlocks)
 
     @property
     def holds(self) -> bool:
@@ -252,11 +249,13 @@ def _rank(
     incarnation: Incarnation,
     stack: contextlib.ExitStack,
 ) -> Rank:
+    import torch
+
     from kvferry.integrations.vllm.worker import FerryWorker, UnreadRankWorker
 
     caches = _allocate(config, shape)
     setting = shape.setting(position.shard)
-    memory = _memory(caches)
+    memory = storage_of(next(iter(caches.values()))).numpy()
     memory[:] = POISON
     worker: FerryWorker | UnreadRankWorker = UnreadRankWorker()
     endpoint = None
@@ -281,7 +280,7 @@ def _rank(
                 copies=staged,
             )
         )
-        worker = FerryWorker(endpoint, work_marker(_device(shape)), staged=staged)
+        worker = FerryWorker(endpoint, work_marker(torch.device("cpu")), staged=staged)
     return Rank(
         position=position,
         memory=memory,
@@ -300,20 +299,17 @@ def _described(
 
 def _stage(caches: Mapping[str, Any], cache: Layout, shape: Shape) -> HostPool:
     """A pool of host pages, full of poison."""
+    import torch
+
     form, pages = HostPageFormat.of(cache), shape.host_pages
-    pool = HostPool(caches.values(), form, pages, device=_device(shape))
+    pool = HostPool(caches.values(), form, pages, device=torch.device("cpu"))
     for region in pool.layout.regions:
         ctypes.memset(region.address, POISON, region.nbytes)
     return pool
 
 
-def _device(shape: Shape) -> Any:
-    import torch
-
-    return torch.device(shape.device)
-
-
 def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
+    import torch
     from vllm.v1.kv_cache_interface import (
         CircularBufferSpec,
         KVCacheLayout,
@@ -330,29 +326,8 @@ def _allocate(config: Any, shape: Shape) -> dict[str, Any]:
         for spec in own
     ]
     order = KVCacheLayout[shape.order]
-    caches: dict[str, Any] = allocate_kv_cache(config, _device(shape), order, kernels)
+    caches: dict[str, Any] = allocate_kv_cache(config, torch.device("cpu"), order, kernels)
     return caches | {user: caches[owner] for user, owner in shape.shares if owner in caches}
-
-
-def _memory(caches: Mapping[str, Any]) -> Any:
-    memory = storage_of(next(iter(caches.values())))
-    return memory.numpy() if memory.device.type == "cpu" else _DeviceBytes(memory)
-
-
-class _DeviceBytes:
-    """The memory of a device as an array; nothing else may write to it while this does."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-
-    def __getitem__(self, places: Any) -> Bytes:
-        found: Bytes = self._memory.cpu().numpy()[places]
-        return found
-
-    def __setitem__(self, places: Any, values: Any) -> None:
-        memory = self._memory.cpu()
-        memory.numpy()[places] = values
-        self._memory.copy_(memory)
 
 
 def _extents(

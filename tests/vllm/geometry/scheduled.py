@@ -122,7 +122,6 @@ class Server:
         self.pulled |= {load.request for load in out.kv_connector_metadata.loads if load.reads}
         for rank in self.engine.ranks:
             rank.worker.apply(out.kv_connector_metadata)
-            rank.failed.started(out.kv_connector_metadata.blocks)
         names = list(out.num_scheduled_tokens)
         done = ModelRunnerOutput(
             req_ids=names,
@@ -159,12 +158,10 @@ class Server:
             self.adapters.clear()
             adapters = RankReport(adapters=loads)
             report = adapters if report is None else report.aggregate(adapters)
-        failed: dict[str, Any] = {"failed_recving": found.failed_recving}
-        if not takes_failed_requests():
-            rank.failed.ended(found.finished_recving, found.failed_recving)
-            failed = {"invalid_block_ids": rank.failed.take_blocks()}
-            if names := rank.failed.take_requests():
-                report = replace(report or RankReport(), failed=names)
+        takes = takes_failed_requests()
+        failed: dict[str, Any] = {"failed_recving": found.failed_recving} if takes else {}
+        if names := frozenset(found.failed_recving):
+            report = replace(report or RankReport(), failed=names)
         return ModelRunnerOutput.with_kv_conn_output_only(
             KVConnectorOutput(
                 finished_sending=found.finished_sending,

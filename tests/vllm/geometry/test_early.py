@@ -38,8 +38,8 @@ class Legs:
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "transfer_id": self._room,
-            "remote_engine_id": half._serving.engine,
-            "remote_bootstrap_addr": f"http://{half._serving.host}:{half._serving.port}",
+            "remote_engine_id": half._producer.serving.engine,
+            "remote_bootstrap_addr": f"http://{half._producer.serving.host}:{half._producer.serving.port}",
         }
         self.here = self.decode.add(*self._prompt, params, follow)
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvferry.core.metrics import COPY_SECONDS
-from tests.gpu import openreg
-from tests.vllm.geometry.engine_of_ranks import Rank, Shape
+from tests.vllm.geometry.engine_of_ranks import POISON, Rank, Shape
 from tests.vllm.geometry.model import (
     Attention,
     Latent,
@@ -28,7 +27,7 @@ from tests.vllm.geometry.model import (
     recurrent,
     windows,
 )
-from tests.vllm.geometry.scheduled import hand_over, serving
+from tests.vllm.geometry.scheduled import PREFILL, hand_over, serving, wait
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
@@ -296,18 +295,6 @@ def test_hits_that_end_inside_a_page() -> None:
     assert trade(recurrent(), Shape(tp=2, **ALIGN), coarse) > 0
 
 
-def test_several_engines_of_one_deployment() -> None:
-    """They have ids and side channels of their own."""
-    with (
-        serving("prefill 0", TWO, Shape(tp=2)) as first,
-        serving("prefill 1", TWO, Shape(tp=4)) as second,
-    ):
-        for number, shape in enumerate((Shape(), Shape(tp=2, block=32), Shape(pp=2))):
-            with serving(f"decode {number}", TWO, shape) as decode:
-                for tokens, prefill in ((20, first), (33, second), (70, first)):
-                    hand_over(prefill, decode, (0, tokens))
-
-
 @pytest.mark.parametrize(
     ("layers", "blocks", "order"),
     [(recurrent(), 23, "LBHNC"), (compressed(), 30, "BLHNC")],
@@ -361,22 +348,18 @@ def copied(rank: Rank) -> bool:
     return COPY_SECONDS.name in str(rank.endpoint.take_figures())
 
 
-@openreg.NEEDED
-@pytest.mark.parametrize("name", STAGED)
-def test_memory_that_the_host_cannot_touch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One request at a time: an operator may write bytes that it does not change."""
-    import torch
-
-    device = str(openreg.device())
-    monkeypatch.setattr(torch, "get_device_module", lambda device: openreg.module())
-    layers = STAGED[name]
-    there, here = (
-        Shape(tp=tp, block=block, host_pages=HOST_PAGES, device=device)
-        for tp, block in ((1, 16), (2, 32))
-    )
-    with serving("prefill", layers, there) as prefill, serving("decode", layers, here) as decode:
-        for prompt in ((0, 17), (1, 90), (0, 64), (2, 33)):
-            hand_over(prefill, decode, prompt)
+def test_blocks_are_free_when_they_are_copied() -> None:
+    """Long before decode reads the host pages; and others may write into the blocks."""
+    staging = Shape(host_pages=HOST_PAGES)
+    with serving("prefill", FULL, staging) as prefill, serving("decode", FULL, Shape()) as decode:
+        pool = prefill.scheduler.kv_cache_manager.block_pool
+        there = prefill.add(0, 90, dict(PREFILL))
+        wait(lambda: there in prefill.params, prefill)
+        wait(lambda: pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, prefill)
+        prefill.engine.ranks[0].memory[:] = POISON
+        here = decode.add(0, 90, prefill.params[there], 3)
+        wait(lambda: here in decode.params, prefill, decode)
+        assert here in decode.pulled
 
 
 def test_requests_wait_for_host_pages() -> None:

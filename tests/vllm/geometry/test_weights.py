@@ -107,26 +107,6 @@ class TestResets:
             assert not resets(decode)
             wait(lambda: resets(decode), decode)
 
-    def test_a_load_under_way(self) -> None:
-        """It fails, so that the next reset succeeds."""
-        with engines(attention(2)) as (prefill, decode):
-            decode.scheduler.recompute_kv_load_failures = True
-            with under_way(decode, prefilled(prefill)) as name:
-                assert not resets(decode, **ALL)
-                wait(lambda: resets(decode, **ALL), decode)
-            wait(lambda: name in decode.params, decode)
-            assert decode.computed[name] == 100 + 29
-
-    def test_a_load_that_is_over(self) -> None:
-        """Nothing of it is used: the request computes its prompt itself."""
-        with engines(attention(2)) as (prefill, decode):
-            name = decode.add(0, 100, prefilled(prefill), 30)
-            wait(lambda: is_loaded(decode, name), prefill, decode)
-            assert resets(decode, **ALL)
-            assert not decode.computed[name]
-            wait(lambda: name in decode.params, decode)
-            assert decode.computed[name] == 100 + 29
-
 
 class TestPauses:
     """A pause takes a few steps, whatever is held, and leaves no ticket of before."""

@@ -4,11 +4,7 @@ A packing is the order in which a backend's kernels store values in a page; its 
 fields of a page (such as K and V) and their strides. Backends that store the same values in
 different orders have fields with the same keys, so pages can move between them. The functions
 follow the source of vLLM 0.32, whose files their docstrings name; what differs in 0.33 is named
-too. A function returns ``None`` for a page that is not filled as it expects. Such a page is opaque:
-it moves whole, and only between engines with the same backend, element type, shape, strides,
-processor and release of vLLM.
-
-``Page`` explains the axes of a page. The elements of one head slot and entry are a cell.
+too. A function returns ``None`` for a page that is not filled as it expects: it is opaque.
 """
 
 from __future__ import annotations
@@ -28,24 +24,18 @@ Fields = tuple[Field, ...] | None
 """The fields of a page, or ``None`` if the content of the page is not known."""
 
 Packing = Callable[[Page], Fields]
-"""Returns the fields of a page; ``None`` if it is not filled as the function says."""
 
 VECTOR_BYTES = 16
-"""Size in bytes of the vectors of keys that ROCm's kernels read: ``PagedAttention.split_kv_cache``.
-"""
+"""Of the vectors of keys that ROCm's kernels read: ``PagedAttention.split_kv_cache``."""
 
 TILE = 16
 """Number of columns of the matrices that AMX multiplies."""
 
 INDEXER_ROW_BYTES = {132: (128, 4), 68: (64, 4)}
-"""By the size of an indexer's row: sizes of its 128 values (fp8 or packed fp4) and of their scales,
-in bytes.
-"""
+"""By the bytes of an indexer's row: those of its 128 values (fp8 or packed fp4), and of scales."""
 
 SPARSE_ROW_BYTES = {584: (576, 8), 528: (512, 16)}
-"""By the size of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1: sizes of its values and of its
-scales, in bytes.
-"""
+"""Likewise of a row in ``fp8_ds_mla`` of DeepSeek V4 and V4.1."""
 
 SPLIT_TOKENS = 256
 """Block size in tokens at which kernels never split a block of compressed entries.
@@ -57,17 +47,17 @@ From ``get_supported_kernel_block_sizes`` in ``deepseek_v4/sparse_mla.py`` and `
 def pack(pages: Sequence[Page]) -> tuple[GroupKind, tuple[Field, ...]]:
     """Return the kind of a cache group, and the fields of its layers' pages.
 
-    They are opaque if the content of one layer's is not known. Raises ``LayoutError`` as
-    ``opaque``.
+    All are opaque if the content of one layer's is not known. Raises ``LayoutError`` as ``opaque``.
     """
     packings = {**NEWER_PACKINGS, **PACKINGS}
-    fields = [
-        packing(page) if (packing := packings.get(page.facts.backend)) else None for page in pages
-    ]
-    described = [each for each in fields if each is not None]
-    if len(described) == len(pages):
-        return GroupKind.PAGED, tuple(field for each in described for field in each)
-    return GroupKind.OPAQUE, tuple(opaque(page) for page in pages)
+    fields: list[Field] = []
+    for page in pages:
+        packing = packings.get(page.facts.backend)
+        described = packing(page) if packing else None
+        if described is None:
+            return GroupKind.OPAQUE, tuple(opaque(page) for page in pages)
+        fields += described
+    return GroupKind.PAGED, tuple(fields)
 
 
 def opaque(page: Page) -> Field:
@@ -77,9 +67,7 @@ def opaque(page: Page) -> Field:
     may decide where kernels put a value. vLLM 0.33 fills some pages in other ways than 0.32 does,
     such as those of ``FLASHMLA_SPARSE_DSV41``, whose shape and strides are the same.
 
-    Raises:
-        LayoutError: The page has gaps. It cannot move whole, since the gaps may belong to another
-            layer.
+    Raises ``LayoutError`` if the page has gaps, which may belong to another layer.
     """
     if not _is_contiguous(page):
         raise LayoutError(
@@ -98,7 +86,7 @@ def opaque(page: Page) -> Field:
 
 
 def processor() -> str:
-    """Return the name of the processor that kernels run on, with a GPU's compute capability."""
+    """Return the name of the processor, with a GPU's compute capability."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -118,8 +106,6 @@ def _is_contiguous(page: Page) -> bool:
 
 def halves(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head and token, K and right after it V.
-
-    The strides say in which order heads and tokens are.
 
     See ``kv_cache.transpose(1, 2).split(head_size, dim=-1)`` in ``flash_attn.py``,
     ``flash_attn_diffkv.py``, ``flashinfer.py``, ``flex_attention.py``, ``hpc_attn.py``,
@@ -148,9 +134,9 @@ def planes(page: Page) -> Fields:
 def vectors(page: Page) -> Fields:
     """Return the fields of a page that holds first all of K in vectors, then all of V in columns.
 
-    K is ``[heads, size/x, tokens, x]`` and V ``[heads, size, tokens]``; size is the number of
-    elements of a head, x that in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in
-    ``ops/paged_attn.py``, for ``rocm_attn.py``.
+    K is ``[heads, size/x, tokens, x]`` and V ``[heads, size, tokens]``; x is the number of elements
+    in ``VECTOR_BYTES``. See ``PagedAttention.split_kv_cache`` in ``ops/paged_attn.py``, for
+    ``rocm_attn.py``.
     """
     return _vectors(page, (page.spec.head_size, -1), "head inner token") if _plain(page) else None
 
@@ -161,8 +147,7 @@ def flash_or_shuffled(page: Page) -> Fields:
     In a shuffled page, K is as in ``vectors``, and V is ``[heads, tokens/x, size, x]``
     (``reshape_and_cache_shuffle_kernel`` in ``rocm_aiter_fa.py``, whose backend has
     FlashAttention's name). In vLLM 0.32, AITER's kernels ignore the layer's scales in shuffled fp8
-    pages, so the same bytes mean other values in other backends, and in vLLM 0.33: for these pages,
-    the result is ``None``.
+    pages, so the same bytes mean other values in other backends, and in vLLM 0.33.
     """
     if page.spec.num_head_slots is None:
         return halves(page)
@@ -204,9 +189,8 @@ def _vectors(page: Page, shape: tuple[int, ...], axes: str) -> Fields:
 def columns(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K in columns, then V in rows.
 
-    A token is a column of K and a row of V: in elements, element d of token t is at ``d * tokens +
-    t`` in K and at ``t * size + d`` in V. See ``cpu_attn.py``, which splits the page, and its
-    ``vec`` kernels, which fill it (csrc/cpu/cpu_attn_vec.hpp).
+    Element d of token t is at ``d * tokens + t`` in K and at ``t * size + d`` in V. See
+    ``cpu_attn.py``, which splits the page, and its ``vec`` kernels (csrc/cpu/cpu_attn_vec.hpp).
     """
     parts = _equal_parts(page)
     if parts is None:
@@ -221,10 +205,9 @@ def columns(page: Page) -> Fields:
 def tiles(page: Page) -> Fields:
     """Return the fields of a page that holds, for each head, K and then V in tiles for AMX.
 
-    AMX multiplies two matrices; a tile is a part of the right-hand one. Each row of a tile has 16
-    pairs of elements: in K, for each of 16 tokens, two neighbouring elements of that token; in V,
-    for each of 16 indices d, element d of one token and of the next. See ``reshape_and_cache`` in
-    csrc/cpu/cpu_attn_amx.hpp.
+    Each row of a tile has 16 pairs of elements: in K, for each of 16 tokens, two neighbouring
+    elements of that token; in V, for each of 16 indices d, element d of one token and of the next.
+    See ``reshape_and_cache`` in csrc/cpu/cpu_attn_amx.hpp.
     """
     parts, tokens, size = _equal_parts(page), page.block.shape[1], page.spec.head_size
     if parts is None or tokens % TILE or size % TILE:
@@ -241,8 +224,6 @@ def tiles(page: Page) -> Fields:
 def rows(page: Page) -> Fields:
     """Return the field of a page that holds one row per entry, with any scales in the row.
 
-    Every tensor-parallel rank stores the same rows.
-
     See ``concat_and_cache_mla``; for ``fp8_ds_mla`` the head of ``mla/flashmla_sparse.py``; for
     per-token-head scales ``MLACommonBackend``; for caches other than MLA's
     ``minimax_m3/common/indexer.py``, ``qwen4_exp/common/qsa_cache.py``, and
@@ -258,8 +239,8 @@ def rows(page: Page) -> Fields:
 def indexer(page: Page) -> Fields:
     """Return the fields of a page of an indexer: first all rows' values, then all rows' scales.
 
-    An indexer selects the tokens that sparse attention reads. The format of the scales of fp8
-    values depends on vLLM's version and the GPU. On ROCm, some kernels store the values in tiles.
+    The format of the scales of fp8 values depends on vLLM's version and the GPU. On ROCm, some
+    kernels store the values in tiles.
 
     See ``_fp8_quant_and_cache_write`` in ``deepseek_v32/common/kernels.py`` and
     ``deepseek_v4/common/ops/fused_compress_quant_cache.py``.
@@ -309,7 +290,7 @@ def _halves(page: Page) -> list[int] | None:
 
 
 def _equal_parts(page: Page) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the elements of K and of V, for each head, of a page that has these head by head."""
+    """Return (heads, elements) of K and of V, of a page that has these head by head."""
     sizes = _halves(page)
     if sizes is None or sizes[0] != sizes[1] or not page.block.is_contiguous():
         return None
@@ -330,8 +311,7 @@ def _scaled_rows(
     """Return the fields of a page of rows' values and scales; these are in each row, or behind all.
 
     ``row_bytes`` is as ``INDEXER_ROW_BYTES``, ``scales`` the encoding of the scales if not that of
-    the layer. ``None`` if the device is not CUDA, if kernels may split a block into smaller ones,
-    if the page has several heads or gaps, or for rows of another size.
+    the layer. ``None`` also if kernels may split a block into smaller ones.
     """
     from vllm.platforms import current_platform
 
@@ -352,53 +332,30 @@ def _scaled_rows(
     )
 
 
+_BACKENDS: Mapping[Packing, str] = {
+    halves: (
+        "CUTLASS_MSA FLASHINFER FLASH_ATTN_DIFFKV FLEX_ATTENTION HPC_ATTN MINIMAX_M3_SPARSE "
+        "QWEN4_EXP_QSA_TRITON ROCM_AITER_UNIFIED_ATTN TRITON_ATTN TRITON_ATTN_DIFFKV "
+        "TRITON_FLASHINFER TRITON_FLASH_ATTN TRITON_MSA"
+    ),
+    flash_or_shuffled: "FLASH_ATTN",
+    planes: "B12X ROCM_SEGMENTED_ATTN",
+    vectors: "ROCM_ATTN",
+    columns: "CPU_ATTN/vec CPU_ATTN/vec16",
+    tiles: "CPU_ATTN/amx",
+    rows: (
+        "AITER_TRITON_MLA AMX_MLA CPU_MLA CUTLASS_MLA CompressorBackend "
+        "DOTS3_NOTE_PADDED_MLA_SPARSE FLASHINFER_MLA FLASHINFER_MLA_SPARSE "
+        "FLASHINFER_MLA_SPARSE_SM120 FLASHINFER_MLA_SPARSE_SM90 FLASHMLA FLASHMLA_SPARSE "
+        "FLASH_ATTN_MLA FLASH_ATTN_MLA_SPARSE MINIMAX_M3_SPARSE_INDEXER QWEN4_EXP_EXP_QSA_STATE "
+        "ROCM_AITER_MLA ROCM_AITER_MLA_SPARSE TOKENSPEED_MLA TRITON_MLA XPU_MLA_SPARSE"
+    ),
+    indexer: "DEEPSEEK_V32_INDEXER DEEPSEEK_V4_INDEXER",
+    sparse_rows: "DEEPSEEK_SPARSE_SWA FLASHINFER_MLA_SPARSE_DSV4 FLASHMLA_SPARSE_DSV4",
+}
+
 PACKINGS: Mapping[str, Packing] = {
-    "FLASH_ATTN": flash_or_shuffled,
-    "FLASH_ATTN_DIFFKV": halves,
-    "FLASHINFER": halves,
-    "FLEX_ATTENTION": halves,
-    "HPC_ATTN": halves,
-    "ROCM_AITER_UNIFIED_ATTN": halves,
-    "TRITON_ATTN": halves,
-    "TRITON_ATTN_DIFFKV": halves,
-    "TRITON_FLASH_ATTN": halves,
-    "TRITON_FLASHINFER": halves,
-    "B12X": planes,
-    "ROCM_SEGMENTED_ATTN": planes,
-    "ROCM_ATTN": vectors,
-    "CPU_ATTN/vec": columns,
-    "CPU_ATTN/vec16": columns,
-    "CPU_ATTN/amx": tiles,
-    "CUTLASS_MSA": halves,
-    "QWEN4_EXP_QSA_TRITON": halves,
-    "TRITON_MSA": halves,
-    "AITER_TRITON_MLA": rows,
-    "AMX_MLA": rows,
-    "CPU_MLA": rows,
-    "CUTLASS_MLA": rows,
-    "DOTS3_NOTE_PADDED_MLA_SPARSE": rows,
-    "FLASH_ATTN_MLA": rows,
-    "FLASH_ATTN_MLA_SPARSE": rows,
-    "FLASHINFER_MLA": rows,
-    "FLASHINFER_MLA_SPARSE": rows,
-    "FLASHINFER_MLA_SPARSE_SM120": rows,
-    "FLASHINFER_MLA_SPARSE_SM90": rows,
-    "FLASHMLA": rows,
-    "FLASHMLA_SPARSE": rows,
-    "ROCM_AITER_MLA": rows,
-    "ROCM_AITER_MLA_SPARSE": rows,
-    "TOKENSPEED_MLA": rows,
-    "TRITON_MLA": rows,
-    "XPU_MLA_SPARSE": rows,
-    "DEEPSEEK_V32_INDEXER": indexer,
-    "DEEPSEEK_V4_INDEXER": indexer,
-    "DEEPSEEK_SPARSE_SWA": sparse_rows,
-    "FLASHINFER_MLA_SPARSE_DSV4": sparse_rows,
-    "FLASHMLA_SPARSE_DSV4": sparse_rows,
-    "CompressorBackend": rows,
-    "MINIMAX_M3_SPARSE_INDEXER": rows,
-    "QWEN4_EXP_EXP_QSA_STATE": rows,
-    "MINIMAX_M3_SPARSE": halves,
+    name: packing for packing, names in _BACKENDS.items() for name in names.split()
 }
 """Packings by ``LayerFacts.backend``. The pages of backends in no table are opaque; for each that
 vLLM has, docs/coverage.md says why.

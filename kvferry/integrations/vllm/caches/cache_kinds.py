@@ -6,23 +6,19 @@ import enum
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from kvferry.integrations.vllm import compat_029, versions
+from kvferry.integrations.vllm import versions
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 
 class Handling(enum.StrEnum):
     """How caches of one class of ``KVCacheSpec`` are handled."""
 
-    PAGED = "paged"
-    """A page holds consecutive tokens."""
-    STATE = "state"
-    """A page holds the recurrent state after some tokens."""
-    RING = "ring"
-    """A request's only page holds its last tokens, which later tokens overwrite in place."""
-    MEMBERS = "members"
-    """The spec is a container, in which each layer of the group has a spec of its own."""
+    PAGED = "paged"  # a page holds consecutive tokens
+    STATE = "state"  # a page holds the recurrent state after some tokens
+    RING = "ring"  # a request's only page holds its last tokens, which later ones overwrite
+    MEMBERS = "members"  # a container, in which each layer of the group has a spec of its own
 
 
 HANDLED: Mapping[str, Handling] = {
@@ -66,24 +62,14 @@ def handling(spec: KVCacheSpec) -> Handling | None:
 
 def refusals(config: KVCacheConfig) -> Iterator[str]:
     """Yield why cache groups, of those that vLLM offers for transfer, cannot be handed over."""
-    for group in config.transfer_groups:
-        reason = _refusal(group)
-        if reason:
-            yield f"the caches of {_names_of(group.layer_names)} ({reason})"
-
-
-def _refusal(group: KVCacheGroupSpec) -> str:
-    """Return why a cache group cannot be handed over; an empty text if it can."""
     from vllm.v1.kv_cache_interface import iter_layer_specs
 
-    if compat_029.is_host_resident(group):
-        return (
-            "they lie in the host's memory, where vLLM numbers blocks on its own; this memory "
-            "would have to be registered, and tickets would have to have its block numbers; start "
-            "without attention_config.hisparse_config"
-        )
-    reasons = {_spec_refusal(spec) for spec in iter_layer_specs(group.kv_cache_spec)}
-    return "; ".join(sorted(reasons - {""}))
+    for group in config.transfer_groups:
+        reasons = {_spec_refusal(spec) for spec in iter_layer_specs(group.kv_cache_spec)} - {""}
+        if reasons:
+            first, more = group.layer_names[:2], len(group.layer_names) - 2
+            rest = f" and {more} more layers" if more > 0 else ""
+            yield f"the caches of {', '.join(first)}{rest} ({'; '.join(sorted(reasons))})"
 
 
 def _spec_refusal(spec: KVCacheSpec) -> str:
@@ -100,9 +86,3 @@ def _spec_refusal(spec: KVCacheSpec) -> str:
             "so its pages fit no longer prompt, which a ticket would have to say"
         )
     return ""
-
-
-def _names_of(names: list[str]) -> str:
-    """Return the first two layer names, and how many more there are."""
-    rest = f" and {len(names) - 2} more layers" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + rest

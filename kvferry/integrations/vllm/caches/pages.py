@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardPosition:
-    """The position of a rank, which decides what part of its layers' caches the rank stores.
+    """Which part of its layers' caches a rank stores.
 
-    It has ``interleave`` consecutive tokens before those of the next context-parallel rank.
+    ``interleave`` consecutive tokens are followed by those of the next context-parallel rank.
     """
 
     tp: int = 0
@@ -33,36 +33,27 @@ class ShardPosition:
 
 
 SINGLE_RANK = ShardPosition()
-"""The position of an engine's only rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFacts:
     """What is known about a layer beyond its cache tensor and its ``KVCacheSpec``.
 
-    Attributes:
-        backend: Name of the attention backend whose kernels read the pages. It ends with the kind
-            of kernels if there are several (``CPU_ATTN/vec``), with what is unusual in its pages
-            (``ROCM_ATTN/interleaved V``), and with the type of the device if a recurrent layer does
-            not run on a GPU (``GDN_ATTN/cpu``).
-        heads: Number of KV heads of the layer on all ranks together; 1 for a latent.
-        draft: Whether the layer belongs to a draft model.
-        encoding: Format and static scales of a quantised cache, equal on all ranks; empty if the
-            cache is not quantised.
-        groups: Only for a Mamba 2 state: number of groups of B and C in the model, without the
-            copies that vLLM makes if the groups cannot be divided among ranks; 0 if unknown.
-        kernel: Only for a state: width of the convolution's kernel; 0 if unknown.
-        channels_first: Only for a state: whether the convolution's tensor is (channels, columns);
-            otherwise it is (columns, channels).
+    ``backend`` is the attention backend whose kernels read the pages. It ends with the kind of
+    kernels if there are several (``CPU_ATTN/vec``), with what is unusual in its pages
+    (``ROCM_ATTN/interleaved V``), and with the device if a recurrent layer does not run on a GPU
+    (``GDN_ATTN/cpu``).
     """
 
     backend: str
-    heads: int = 1
-    draft: bool = False
-    encoding: str = ""
+    heads: int = 1  # KV heads on all ranks together; 1 for a latent
+    draft: bool = False  # the layer belongs to a draft model
+    encoding: str = ""  # of a quantised cache: format and static scales, equal on all ranks
+    # Only for states. Mamba 2's groups of B and C in the model, without the copies that vLLM makes
+    # if they cannot be divided among ranks; and the width of the convolution's kernel. 0: unknown.
     groups: int = 0
     kernel: int = 0
-    channels_first: bool = False
+    channels_first: bool = False  # the convolution is (channels, columns), not (columns, channels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,29 +63,21 @@ class Page:
     Each of the scheduler's block ids names one page. If kernels use smaller blocks, a page consists
     of ``kernels`` kernel blocks. An entry of a kernel block is what is stored for one token, or for
     several that the cache compresses together. A head slot is usually one KV head; some backends
-    have one head slot for K and one for V, each with all heads.
-
-    Attributes:
-        block: A kernel block, without memory (``without_memory``): its axes are head slots, entries
-            and the elements of one head slot and entry.
-        page_stride: Bytes from one of the ``pages`` to the next.
-        kernel_stride: Bytes from one of the ``kernels`` kernel blocks to the next.
-        group, region: Indices of the layer's group and memory region in the layout.
-        offset: Bytes from the region's start to page 0.
+    have one head slot for K and one for V, each with all heads. Strides and offset are in bytes.
     """
 
     layer: str
     facts: LayerFacts
     spec: KVCacheSpec
     position: ShardPosition
-    block: torch.Tensor
+    block: torch.Tensor  # a kernel block without memory: (head slots, entries, elements)
     pages: int
     page_stride: int
     kernels: int
     kernel_stride: int
-    group: int
-    region: int
-    offset: int
+    group: int  # index in the layout
+    region: int  # index in the layout
+    offset: int  # from the region's start to page 0
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -126,18 +109,12 @@ class Page:
     ) -> Field:
         """Return a field: a tensor that each of these pages contains.
 
-        Args:
-            name: Name of the field within its layer, such as ``k``.
-            view: The elements of the field: a view of ``block``, made by the same expressions as
-                the kernels', or another tensor without memory.
-            axes: What each axis of the view is, as words. Axes of one kind are its levels, from
-                outer to inner: ``token`` (the axis over kernel blocks is added), ``head`` (heads or
-                channels), ``inner`` (further axes), and ``unit`` (elements side by side).
-            offset: Bytes from a kernel block's start to the tensor that ``view`` is of.
-            shard: The range [first, last) of the model's heads or channels that the view has; by
-                default this rank's KV heads.
-            packing: If the page's content is not known, a text that must be equal on both engines.
-            encoding: How the elements represent numbers, in addition to the layer's encoding.
+        ``view`` is a view of ``block``, made by the same expressions as the kernels', or another
+        tensor without memory, ``offset`` bytes from a kernel block's start. ``axes`` says what each
+        of its axes is. Axes of one kind are its levels, from outer to inner: ``token`` (the axis
+        over kernel blocks is added), ``head`` (heads or channels), ``inner`` (further axes), and
+        ``unit`` (elements side by side). ``shard`` is the range of the model's heads or channels,
+        by default this rank's KV heads. See ``Field`` for ``packing`` and ``encoding``.
         """
         item = view.element_size()
         levels: dict[str, list[tuple[int, int]]] = defaultdict(list)

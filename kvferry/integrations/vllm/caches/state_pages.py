@@ -2,8 +2,7 @@
 
 A page holds a layer's state tensors one after the other, without gaps: usually the last inputs of
 the layer's convolution (a column for each token, with an element for each channel), then the
-recurrent state. vLLM's specs give the shape of each tensor on this rank. Which part of the model's
-state a tensor holds follows from the way in which vLLM splits states among ranks. If the numbers of
+recurrent state. vLLM's specs give the shape of each tensor on this rank. If the numbers of
 channels, heads or columns contradict each other, the state is opaque: one field covers the whole
 page, and only engines that split the state in the same way can exchange it.
 
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
 Fields = tuple[Field, ...]
 
 Part = tuple[str, tuple[int, int]]
-"""A part of the convolution's channels, such as x, B or C: its name, and the range [first, last) of
-the model's channels of this part that this rank stores.
-"""
+"""A part of the convolution's channels, such as x, B or C, and the model's [first, last) here."""
 
 
 def mamba1(page: Page) -> Fields:
@@ -57,8 +54,7 @@ def mamba2(page: Page) -> Fields:
 def delta(page: Page, *, rows_first: bool = True) -> Fields:
     """Return the fields of a delta rule's state: the convolution's q, k and v, a matrix per head.
 
-    Delta rules are those of gated delta net and KDA. Each matrix has the axes (v, k), or unless
-    ``rows_first`` (k, v).
+    Each matrix has the axes (v, k), or unless ``rows_first`` (k, v).
     """
     match page.spec.shapes:
         case ((_, _), (heads, head, _)):
@@ -111,9 +107,6 @@ STATE_PACKINGS: Mapping[str, Callable[[Page], Fields]] = {
 are unexpected. The states of other backends are opaque.
 """
 
-ONE_TENSOR = (short_conv, linear)
-"""Those of states that have one tensor; others have two."""
-
 
 def state_fields(page: Page) -> Fields:
     """Return the fields of a recurrent layer's pages; one for a whole page if it is not known.
@@ -126,7 +119,7 @@ def state_fields(page: Page) -> Fields:
     packing, tensors = STATE_PACKINGS.get(page.facts.backend), len(page.spec.shapes)
     if packing is None:
         return (_opaque(page),)
-    known = 1 if packing in ONE_TENSOR else 2
+    known = 1 if packing in (short_conv, linear) else 2
     if tensors > known:
         raise LayoutError(
             f"layer {page.layer!r}: its state has {tensors} tensors, and {page.facts.backend} "
@@ -139,18 +132,13 @@ def state_fields(page: Page) -> Fields:
 def ring_fields(page: Page) -> Fields:
     """Return the single field of a layer's rings (``CircularBufferSpec``).
 
-    Models that compress several tokens into one entry keep in a ring what they need of the tokens
-    that do not make a whole entry yet. The entry of token t is in slot ``t % capacity`` of the
-    request's only page, the same on every tensor-parallel rank: ``_ring_slot_mapping_kernel`` in
-    ``deepseek_v41/compressor.py``, ``circular_qsa_slot_mapping`` in
-    ``qwen4_exp/common/qsa_cache.py`` and ``Glm5NextTailCache`` in ``glm5next/common/attention.py``.
-    So after equally many tokens, the same token is in the same slot on every engine whose ring has
-    the same capacity, and a page moves as a whole.
-
-    The capacity depends on ``num_speculative_tokens``. In orders in which layers are outermost,
-    vLLM also multiplies it to make all pages equally large (``unify_kv_cache_spec_page_size``);
-    these models have backends that do not offer such orders. Engines whose rings have another
-    capacity have no field with the same key, so the handshake refuses the pair.
+    The entry of token t is in slot ``t % capacity`` of the request's only page, the same on every
+    tensor-parallel rank: ``_ring_slot_mapping_kernel`` in ``deepseek_v41/compressor.py``,
+    ``circular_qsa_slot_mapping`` in ``qwen4_exp/common/qsa_cache.py`` and ``Glm5NextTailCache`` in
+    ``glm5next/common/attention.py``. So after equally many tokens, the same token is in the same
+    slot on every engine whose ring has the same capacity, and a page moves as a whole. Engines
+    whose rings have another capacity have no field with the same key, so the handshake refuses the
+    pair.
     """
     heads, entries, content = page.block.shape
     dtype = str(page.block.dtype).removeprefix("torch.")
@@ -162,11 +150,7 @@ def ring_fields(page: Page) -> Fields:
 
 
 def _opaque(page: Page) -> Field:
-    """Return a single field that covers a whole state, whose content is not known.
-
-    Only engines that split the state among ranks in the same way can exchange it: its key contains
-    the backend, the tensors' types and shapes, and vLLM's release.
-    """
+    """Return a single field that covers a whole state; its key has all that engines must share."""
     import torch
 
     shapes = ", ".join(
@@ -212,8 +196,7 @@ def _groups(page: Page, channels: int, size: int) -> tuple[int, int] | None:
     """Return the range of the model's B channels here; C's is the same. ``None`` if unknown.
 
     ``channels`` is how many B and C have together on this rank, ``size`` how many a group has. vLLM
-    distributes groups evenly or, if there is only one, copies it to every rank. The specs do not
-    show whether a rank's group is such a copy.
+    distributes groups evenly or, if there is only one, copies it to every rank.
     """
     here, rest = divmod(channels, 2 * size)
     if rest or here < 1:
@@ -241,11 +224,7 @@ def _both(page: Page, parts: Sequence[Part], *, rows_first: bool = True) -> Fiel
 
 
 def _convolution(page: Page, parts: Sequence[Part]) -> Fields:
-    """Return the fields of a convolution's input, one for each part of its channels, in order.
-
-    Empty if they have more or fewer channels than the tensor, or if it is not known which columns
-    are state.
-    """
+    """Return the fields of a convolution's input, by part; empty if their channels do not fit."""
     tensor, offset = _tensors(page)[0]
     if not page.facts.channels_first:
         tensor = tensor.T

@@ -1,16 +1,15 @@
-"""Names that kvferry shares with vLLM: tickets, connectors, imports, attributes."""
+"""Names that kvferry shares with vLLM: tickets, connectors, imports."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvferry.integrations.vllm.checks import TICKET_CONNECTORS
 from tests.integrations.vllm.next_version import source as reading
-from tests.integrations.vllm.next_version.comparison import GONE, Section
+from tests.integrations.vllm.next_version.comparison import Section
 from tests.integrations.vllm.next_version.source import Source
 
 OURS = Path(__file__).parents[4] / "kvferry" / "integrations" / "vllm"
@@ -21,20 +20,6 @@ PARAMS = ("kv_transfer_params", "params")
 
 TICKET_KEY = "remote_block_ids"
 """A key that every ticket has."""
-
-OBJECTS = (
-    "config",
-    "lora/request.py",
-    "multimodal/inputs.py",
-    "platforms",
-    "v1/core/kv_cache_manager.py",
-    "v1/core/kv_cache_utils.py",
-    "v1/core/sched/output.py",
-    "v1/kv_cache_interface.py",
-    "v1/outputs.py",
-    "v1/request.py",
-)
-"""Where vLLM has the classes of the objects that it passes to connectors."""
 
 
 def ticket_keys(source: Source) -> dict[str, str]:
@@ -83,18 +68,13 @@ def connector_verdict(name: str, was: str | None, now: str | None) -> str:
     return "in `TICKET_CONNECTORS`" if name in TICKET_CONNECTORS else ""
 
 
-@functools.cache
-def _own_nodes() -> tuple[ast.AST, ...]:
-    """Return everything in the source of the integration."""
-    ours = Source(OURS)
-    return tuple(node for path in ours.files() for node in ast.walk(ours.tree(path)))
-
-
 def imports(source: Source) -> dict[str, str]:
     """Return what kvferry imports of vLLM: where it is, and how it is called."""
+    ours = Source(OURS)
     wanted = {
         (node.module, alias.name)
-        for node in _own_nodes()
+        for path in ours.files()
+        for node in ast.walk(ours.tree(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
         for alias in node.names
     }
@@ -121,24 +101,6 @@ def _definition(source: Source, module: str, name: str) -> str | None:
     return "named" if named else None
 
 
-def attributes(source: Source) -> dict[str, str]:
-    """Return the attributes that kvferry reads and that some class in ``OBJECTS`` has."""
-    used = {node.attr for node in _own_nodes() if isinstance(node, ast.Attribute)}
-    return dict.fromkeys(used.intersection(_attributes(source)), "")
-
-
-def _attributes(source: Source) -> Iterator[str]:
-    """Yield the names of methods and attributes of the classes in ``OBJECTS``."""
-    for path in source.modules(*OBJECTS):
-        for node in ast.walk(source.tree(path)):
-            if isinstance(node, reading.Function):
-                yield node.name
-            elif isinstance(node, ast.ClassDef):
-                yield from (name for name, _ in reading.assignments(node.body))
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node.attr
-
-
 SECTIONS = (
     Section(
         title="Keys of tickets",
@@ -155,11 +117,5 @@ SECTIONS = (
         title="Names that kvferry imports",
         look="the imports of `kvferry/integrations/vllm`.",
         facts=imports,
-    ),
-    Section(
-        title="Attributes that kvferry uses",
-        look="`kvferry/integrations/vllm`: no class that connectors get has them any more.",
-        facts=attributes,
-        counts=(GONE,),
     ),
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.vllm.next_version.sdist import SdistError, configured_indexes, fetch
+from tests.integrations.vllm.next_version.sdist import SdistError, fetch
 
 NOBODY = "http://127.0.0.1:9"
 """Where nothing listens."""
@@ -68,38 +68,17 @@ def test_what_was_downloaded_is_unpacked_and_kept(index: tuple[Path, str], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("version", "name", "digest", "words"),
+    ("version", "digest", "words"),
     [
-        ("2.0", "some_thing-1.0/PKG-INFO", None, r"some_thing-2\.0\.tar\.gz.*does not have it"),
-        ("1.0", "some_thing-1.0/PKG-INFO", "0" * 64, "not the hash"),
-        ("1.0", "../../escaped", None, "not unpacked"),
+        ("2.0", None, r"some_thing-2\.0\.tar\.gz.*does not have it"),
+        ("1.0", "0" * 64, "not the hash"),
     ],
-    ids=["in no index", "wrong hash", "files outside of the folder"],
 )
 def test_what_is_refused(
-    index: tuple[Path, str],
-    tmp_path: Path,
-    version: str,
-    name: str,
-    digest: str | None,
-    words: str,
+    index: tuple[Path, str], tmp_path: Path, version: str, digest: str | None, words: str
 ) -> None:
     folder, address = index
-    publish(folder, archive(name), digest)
+    publish(folder, archive("some_thing-1.0/PKG-INFO"), digest)
     with pytest.raises(SdistError, match=words):
         fetch("some_thing", version, tmp_path / "kept", [address])
-    assert not (tmp_path / "escaped").exists()
     assert not (tmp_path / "kept" / f"some_thing-{version}").exists()
-
-
-def test_indexes_are_pip_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tmp_path / "pip.conf"
-    settings.write_text(
-        "[global]\nindex-url = http://a\nextra-index-url =\n  http://b\n  http://c\n"
-    )
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(settings))
-    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    assert configured_indexes() == ["http://a", "http://b", "http://c"]
-    monkeypatch.setenv("PIP_INDEX_URL", "http://d")
-    assert configured_indexes() == ["http://d", "http://b", "http://c"]

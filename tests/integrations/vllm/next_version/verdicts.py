@@ -134,6 +134,5 @@ VERDICTS: Mapping[str, Verdicts] = {
             "registered once"
         ),
     },
-    "Attributes that kvferry uses": {"fits": "an attribute of kvferry's own"},
 }
 """Verdicts by ``Section.title`` and ``Finding.name``."""

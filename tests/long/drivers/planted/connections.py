@@ -24,7 +24,7 @@ from kvferry.core.transport.base import _IdentityLocks
 from kvferry.core.transport.copies import Copies
 from kvferry.drivers.loopback import LoopbackTransport
 from kvferry.drivers.loopback import address as wire
-from kvferry.drivers.loopback.registry import RegionRegistry
+from kvferry.drivers.loopback.address import RegionRegistry
 from kvferry.drivers.loopback.worker_pool import WorkerPool
 from kvferry.testing import FaultyTransport
 from tests.long.drivers.planted.base import OtherCapabilities, caught_by, replaces

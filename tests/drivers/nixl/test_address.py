@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.drivers.nixl.agent_metadata import parsed
+from kvferry.drivers.nixl.address import parsed
 from kvferry.drivers.ucx_format import FormatError
 from tests.drivers.test_ucx_format import KEYS, ONE
 

@@ -10,13 +10,14 @@ import pytest
 
 from kvferry.core.memory import Region, U64Array, region_of
 from kvferry.drivers.ucx.address import KeyId
-from kvferry.drivers.ucx.fetch_rows import (
+from kvferry.drivers.ucx.messages import (
+    MAX_RELAY_BYTES,
+    MAX_RELAY_ROWS,
     build_rows,
     check_rows,
     consecutive,
     reaches_cpu_memory,
 )
-from kvferry.drivers.ucx.messages import MAX_RELAY_BYTES, MAX_RELAY_ROWS
 from kvferry.testing.memory import Bytes
 
 KEY = KeyId(7)
