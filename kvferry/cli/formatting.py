@@ -15,13 +15,16 @@ def size(nbytes: float) -> str:
     """Return a size with a binary unit and three significant digits, such as ``1.25 GiB``."""
     for unit in UNITS[:-1]:
         if nbytes < 1024:
-            return f"{_three_digits(nbytes)} {unit}"
+            return f"{number(nbytes)} {unit}"
         nbytes /= 1024
-    return f"{_three_digits(nbytes)} {UNITS[-1]}"
+    return f"{number(nbytes)} {UNITS[-1]}"
 
 
-def _three_digits(value: float) -> str:
-    decimals = 2 if value < 10 else 1 if value < 100 else 0
+def number(value: float) -> str:
+    """Return a number with about three significant digits, such as ``3,408`` and ``0.87``."""
+    if value and not 0.1 <= abs(value) < 1e6:
+        return f"{value:.3g}" if abs(value) > 1 else f"{value:.2g}"
+    decimals = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
 
@@ -29,8 +32,8 @@ def _three_digits(value: float) -> str:
 def duration(seconds: float) -> str:
     """Return a duration with three significant digits, such as ``1.25 s`` or ``104 ms``."""
     if seconds >= 1 or not seconds:
-        return f"{_three_digits(seconds)} s"
-    return f"{_three_digits(seconds * 1e3)} ms"
+        return f"{number(seconds)} s"
+    return f"{number(seconds * 1e3)} ms"
 
 
 def numbers(values: Iterable[int]) -> str:

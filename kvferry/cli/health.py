@@ -36,8 +36,7 @@ def run(
 ) -> int:
     """Ask an engine for its problems, and print them."""
     host, port = engine_address(address)
-    keys = keys_of(curve_secret_key, curve_peer)
-    condition = health(host, port, timeout=timeout, access=keys.access, key=keys.server)
+    condition = health(host, port, timeout=timeout, **keys_of(curve_secret_key, curve_peer))
     lines = [f"engine {condition.engine}: {problem}" for problem in condition.problems] or [
         f"engine {condition.engine} is well: its driver and its side channel are up, and "
         "nothing is quarantined"

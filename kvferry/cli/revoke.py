@@ -14,14 +14,7 @@ def run(
     """Ask an engine to end its holds, and print how many there were."""
     host, port = engine_address([address])
     keys = keys_of(curve_secret_key, curve_peer)
-    revoked = revoke(
-        host,
-        port,
-        conversations=conversations,
-        timeout=timeout,
-        access=keys.access,
-        key=keys.server,
-    )
+    revoked = revoke(host, port, conversations=conversations, timeout=timeout, **keys)
     which = "tickets of conversations" if conversations else "tickets"
     sys.stdout.write(
         f"engine {revoked.engine}: {which} that end with its next step: {revoked.tickets}\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypedDict
 
 from kvferry.core.errors import KVFerryError, SecretError
 from kvferry.core.security import OPEN, Access, KeyPair, listed_keys, read_secret
@@ -35,21 +35,17 @@ def engine_address(words: Sequence[str]) -> tuple[str, int]:
     return host_and_port("the engine", text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
+class Keys(TypedDict):
     """A command's own keys with the only key that it trusts, and that key, if any."""
 
-    access: Access = OPEN
-    server: bytes = b""
-
-
-NONE = Keys()
+    access: Access
+    key: bytes
 
 
 def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.environ) -> Keys:
-    """Return the keys that a command's options name."""
+    """Return the keys that a command's options name, as ``health`` and others take them."""
     if not secret_key and not peer:
-        return NONE
+        return Keys(access=OPEN, key=b"")
     own = read_secret(secret_key, environment) if secret_key else None
     peers = listed_keys([peer], "--curve-peer", environment) if peer else frozenset()
     if own is None or not peer:
@@ -60,4 +56,4 @@ def keys_of(secret_key: str, peer: str, environment: Mapping[str, str] = os.envi
     if len(peers) != 1:
         raise SecretError(f"--curve-peer names {len(peers)} keys, and an engine has one")
     access = Access(own=KeyPair.of(own.text, own.source), peers=peers)
-    return Keys(access=access, server=next(iter(peers)))
+    return Keys(access=access, key=next(iter(peers)))

@@ -220,10 +220,12 @@ def test_running_engine_is_identified(
         encoded(payload()), engine="prefill", incarnation=7, access=access
     ) as server:
         check(engine.running(server.host, server.port, asked, keys), verdict, found, remedy)
-    check(engine.running(server.host, server.port, asked), BAD, "nobody listens there", "start")
+    check(
+        engine.running(server.host, server.port, asked, keys), BAD, "nobody listens there", "start"
+    )
 
 
 def test_silent_server_is_no_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        check(engine.running("127.0.0.1", stranger.getsockname()[1], None), BAD)
+        check(engine.running("127.0.0.1", stranger.getsockname()[1], None, keys_of("", "")), BAD)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from kvferry.cli.commands import app, health
 from kvferry.cli.health import OPTIONS, parse, run
 from kvferry.cli.keygen import run as keygen
-from kvferry.cli.side_channel import NONE, keys_of
+from kvferry.cli.side_channel import keys_of
 from kvferry.core.errors import AdmissionError, HandshakeError, SecretError
 from kvferry.core.security import OPEN, Access, generate
 from kvferry.core.side_channel.server import HandshakeServer
@@ -180,13 +180,13 @@ def test_probe_imports_little() -> None:
 
 
 def test_keys_from_environment_text_and_files(tmp_path: Path) -> None:
-    assert keys_of("", "") is NONE
+    assert keys_of("", "") == {"access": OPEN, "key": b""}
     keys = keys_of("env:OWN", ENGINE.public.hex(), ENVIRONMENT)
-    assert (keys.access.own, keys.server) == (PROBE, ENGINE.public)
-    keys.access.check_server(ENGINE.public)
+    assert (keys["access"].own, keys["key"]) == (PROBE, ENGINE.public)
+    keys["access"].check_server(ENGINE.public)
     keygen(tmp_path, ["prefill", "probe"])
     keys = keys_of(f"file:{tmp_path}/probe.secret", f"file:{tmp_path}/prefill.public")
-    assert keys.server.hex() in (tmp_path / "prefill.public").read_text()
+    assert keys["key"].hex() in (tmp_path / "prefill.public").read_text()
 
 
 @pytest.mark.parametrize(

@@ -256,21 +256,6 @@ def test_other_engines_are_read_while_some_do_not_answer(monkeypatch: pytest.Mon
     connection.close()
 
 
-def test_holds_by_outcome_and_share_of_limit_are_shown(once: Top, screen: Top) -> None:
-    outcomes = {name: n for n, name in enumerate(("made", "read", "abandoned", *report.LOST), 1)}
-    page = RUNNING + b'vllm:kvferry_held_fraction{engine="0"} 0.25\n'
-    for outcome, number in outcomes.items():
-        page += f'vllm:kvferry_holds_total{{engine="0",outcome="{outcome}"}} {number}\n'.encode()
-    [engine] = once(page)
-    found = {name: counted["total"] for name, counted in engine["holds"]["outcomes"].items()}
-    assert found == outcomes
-    assert {one["what"]: one["counted"]["total"] for one in engine["problems"]} == {
-        f"hold {outcome} before it was read": outcomes[outcome] for outcome in report.LOST
-    }
-    [row] = [line.split() for line in screen(page) if " 25%" in line]
-    assert row[1:] == ["-", "-", "25%", "1", "2", "3", "22"]
-
-
 def test_staging_is_shown_where_an_engine_stages(once: Top, screen: Top) -> None:
     staged = b"".join(
         b'vllm:kvferry_host_pages{engine="0",use="%s"} 40\n'

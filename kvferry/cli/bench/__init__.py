@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
 
 from kvferry.cli.bench.measure import (
@@ -30,6 +29,7 @@ from kvferry.cli.bench.measure import (
     options_of,
     sizes_of,
 )
+from kvferry.cli.formatting import number
 from kvferry.cli.formatting import size as text_of
 from kvferry.cli.output import output, print_json, print_table, require_matplotlib
 from kvferry.core.transport import Transport
@@ -83,16 +83,9 @@ def _measured(
         bench = Bench(transport, far, near, memcpy)
         # Close transports before buffers are freed: each side may still touch the other's buffer.
         stack.callback(transport.close)
-        console = Console(stderr=True)
-        progress = track(
-            grid,
-            "measuring",
-            console=console,
-            transient=True,
-            refresh_per_second=2,  # drawing takes CPU time from the transfer
-            disable=not console.is_terminal,
-        )
-        return conditions, [bench.measure(case, seconds / len(grid)) for case in progress]
+        # Drawing takes CPU time from the transfer.
+        with Console(stderr=True).status("measuring", refresh_per_second=2):
+            return conditions, [bench.measure(case, seconds / len(grid)) for case in grid]
 
 
 def _conditions(
@@ -129,7 +122,7 @@ def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     names = ("size", "block", "copies", "GB/s", "µs a copy", "memcpy", "of it")
     rows: list[Sequence[str | Text]] = []
     for case, figures in ((one.case, one.figures()) for one in results):
-        speed, *others = map(_short, figures.values())
+        speed, *others = map(number, figures.values())
         sizes = text_of(case.size), text_of(case.block), f"{case.copies:,}"
         rows.append((case.order, *sizes, Text(speed, "bold"), *others))
     print_table(console, {"order": "name"} | dict.fromkeys(names, "number"), rows)
@@ -140,8 +133,3 @@ def _print(conditions: Mapping[str, object], results: Sequence[Result]) -> None:
     )
     for name, value in conditions.items():
         console.print(f"{name}: {value}", style="dim", markup=False)
-
-
-def _short(value: float) -> str:
-    """Return a number as text with two decimals; below 0.1, with two significant digits."""
-    return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"

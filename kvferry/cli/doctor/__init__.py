@@ -13,7 +13,7 @@ from kvferry.cli.doctor.engine import running
 from kvferry.cli.doctor.finding import Finding, FindingLevel
 from kvferry.cli.doctor.probe import probe
 from kvferry.cli.output import output, print_json
-from kvferry.cli.side_channel import NONE, engine_address, keys_of
+from kvferry.cli.side_channel import engine_address, keys_of
 from kvferry.core.errors import KVFerryError
 
 MARKS = {
@@ -37,7 +37,7 @@ def run(
 ) -> int:
     """Run all checks, and print the findings; the exit status is 1 if something is bad."""
     keys = keys_of(curve_secret_key, curve_peer)
-    if address is None and (engine is not None or keys != NONE):
+    if address is None and (engine is not None or keys["key"]):
         raise DoctorError("a running engine is asked by its address: give HOST:PORT, too")
     place = None if address is None else engine_address([address])
     with Console(stderr=True).status("loading the drivers"):

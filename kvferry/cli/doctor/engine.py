@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from kvferry.cli.doctor.finding import Check, Finding
-from kvferry.cli.side_channel import NONE, Keys
+from kvferry.cli.side_channel import Keys
 from kvferry.core.errors import AdmissionError, HandshakeError
 from kvferry.core.side_channel.connection import health
 
 SECONDS = 5.0
 
 
-def running(host: str, port: int, engine: str | None, keys: Keys = NONE) -> Finding:
+def running(host: str, port: int, engine: str | None, keys: Keys) -> Finding:
     """Return the finding about the side channel of a running engine, by its id if that is given."""
     check = Check(f"engine at {host} port {port}")
     try:
-        found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server).engine
+        found = health(host, port, timeout=SECONDS, **keys).engine
     except AdmissionError as exc:
         return check.warn(
             f"a side channel is there, and does not admit everybody: {_why(exc)}. Host and port "

@@ -122,8 +122,8 @@ def read_sides(
 def _ask(address: str, keys: Keys) -> EngineInfo:
     host, port = host_and_port("--from", address)
     try:
-        found = health(host, port, timeout=SECONDS, access=keys.access, key=keys.server)
-        return fetch(host, port, found.engine, timeout=SECONDS, access=keys.access, key=keys.server)
+        found = health(host, port, timeout=SECONDS, **keys)
+        return fetch(host, port, found.engine, timeout=SECONDS, **keys)
     except AdmissionError:
         raise
     except HandshakeError as exc:

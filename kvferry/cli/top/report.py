@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -116,13 +116,10 @@ class _Change(NamedTuple):
     def series(self, name: str) -> dict[Labels, float]:
         return self.now.get(name if ":" in name else KVFERRY + name, {})
 
-    def value(self, name: str) -> float | None:
-        """Return the sum of a metric's values; ``None`` if the page has none."""
+    def value(self, name: str, of: Callable[[Iterable[float]], float] = sum) -> float | None:
+        """Return the sum, or what ``of`` returns, of a metric's values; ``None`` without any."""
         values = self.series(name).values()
-        return sum(values) if values else None
-
-    def largest(self, name: str) -> float | None:
-        return max(self.series(name).values(), default=None)
+        return of(values) if values else None
 
     def counted(self, name: str, *by: str) -> dict[tuple[str, ...], Counted]:
         """Return a counter's values, added up by some of its labels; one that is missing is ``""``.
@@ -134,11 +131,11 @@ class _Change(NamedTuple):
         sums: dict[tuple[str, ...], Counted] = {}
         for labels, total in self.series(name).items():
             group = tuple(dict(labels).get(label, "") for label in by)
-            so_far = sums.get(group, Counted(total=0, new=None if before is None else 0))
-            new = so_far.new
-            if before is not None and new is not None:
+            so_far = sums.get(group, Counted(total=0, new=0))
+            new = None
+            if before is not None:
                 earlier = before.get(labels, 0.0)
-                new += total - earlier if total >= earlier else total
+                new = (so_far.new or 0) + (total - earlier if total >= earlier else total)
             sums[group] = Counted(total=so_far.total + total, new=new)
         return sums
 
@@ -192,12 +189,12 @@ def _engine_report(name: str, change: _Change) -> EngineReport:
         seconds=change.seconds or None,
         running=change.value(RUNNING),
         waiting=change.value(WAITING),
-        cache_used=change.largest(CACHE_USED),
+        cache_used=change.value(CACHE_USED, max),
         loads_per_second=change.per_second("loads_total").get(()),
         tokens_per_second=change.per_second("tokens_total").get(()),
         failed_loads=change.counted("failed_loads_total").get(()),
-        peers_up=change.largest("peers_up"),
-        peers_down=change.largest("peers_down"),
+        peers_up=change.value("peers_up", max),
+        peers_down=change.value("peers_down", max),
         quarantined_pages=change.value("quarantined_pages"),
         host_pages_used=max(shares, default=None),
         pulls=sorted(_pulls(change), key=lambda pull: -(pull.bytes_per_second or 0.0)),
@@ -238,7 +235,7 @@ def _holds(change: _Change) -> HoldsReport | None:
     blocks, share = labels.get("num_gpu_blocks", ""), None
     if pages is not None and blocks.isascii() and blocks.isdecimal() and len(blocks) < 16:
         share = pages / int(blocks) if int(blocks) and not change.value("host_pages") else None
-    limit = change.largest("held_fraction")
+    limit = change.value("held_fraction", max)
     return HoldsReport(pages=pages, share_of_cache=share, share_of_limit=limit, outcomes=outcomes)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvferry.cli.formatting import counted
+from kvferry.cli.formatting import counted, number
 from kvferry.cli.output import table_of
 from kvferry.cli.top.report import LOST, Counted, EngineReport
 from kvferry.cli.top.scrape import brief
@@ -124,14 +124,7 @@ def _problems(engines: Sequence[EngineReport]) -> Iterator[Row]:
 
 
 def _number(value: float | None, factor: float = 1) -> str:
-    """Return a number with about three significant digits; ``-`` if it is unknown."""
-    if value is None:
-        return UNKNOWN
-    value *= factor
-    if abs(value) >= 1e6:
-        return f"{value:.3g}"
-    whole = abs(value) >= 100 or value == int(value)
-    return f"{value:,.{0 if whole else 1 if abs(value) >= 10 else 2}f}"
+    return UNKNOWN if value is None else number(value * factor)
 
 
 def _percent(share: float | None) -> str:
