@@ -19,7 +19,6 @@ from benchmarks.connector_steps import request_profile, steps, ticket_format
 from benchmarks.engines import Shape
 from benchmarks.harness import Row, WorkerProcess, row
 from benchmarks.hostile_replies import replies
-from benchmarks.side_channel import known_producers
 from benchmarks.side_channel import measure as side_channel
 from kvferry.core.endpoint import EndpointOptions
 from kvferry.core.lifecycle.ticket import Ticket, check_against, page_limits
@@ -144,7 +143,6 @@ COSTS: dict[str, Callable[[bool], Iterable[Row]]] = {
     "steps": steps,
     "channel": lambda quick: side_channel(1, quick),
     "cold_start": lambda quick: side_channel(8, quick),
-    "known_producers": known_producers,
     "replies": replies,
     "fence": fence,
     "proofs": proofs,

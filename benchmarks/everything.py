@@ -79,7 +79,6 @@ PARTS = (
     Part("steps", "What an engine step costs", "costs steps"),
     Part("channel", "1,000 consumers at one side channel", "costs channel"),
     Part("cold_start", "The same with 8 ranks", "costs cold_start", takes_long=True),
-    Part("known_producers", "What idle producers cost a rank", "costs known_producers"),
     Part("replies", "What hostile replies cost", "costs replies"),
     Part("fence", "What the fence costs", "costs fence"),
     Part("proofs", "What proofs of tickets cost", "costs proofs"),

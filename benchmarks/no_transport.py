@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvferry.core.memory import Region
 from kvferry.core.messages import WORD_BYTES
@@ -25,7 +25,7 @@ WORD = 77 << 1 | 1
 
 
 class NoTransport(Transport):
-    """Moves no data, at no cost, and calls ``posted``; every address is another peer."""
+    """Moves no data, at no cost; every address is another peer."""
 
     interface_version = (2, 0)
     name = "nothing"
@@ -37,10 +37,7 @@ class NoTransport(Transport):
         quiescence=Quiescence.ALWAYS,
     )
 
-    def __init__(
-        self, posted: Callable[[], object] = lambda: None, *, pending: bool = False
-    ) -> None:
-        self._posted = posted
+    def __init__(self, *, pending: bool = False) -> None:
         self._pages = Status(state=State.PENDING if pending else State.DONE)
         self._statuses: dict[TransferId, Status] = {}
         self._ids, self._peers = itertools.count(1), itertools.count(1)
@@ -54,7 +51,6 @@ class NoTransport(Transport):
             for address in copies.local.tolist():
                 ctypes.c_uint64.from_address(address).value = WORD
         else:
-            self._posted()
             status = self._pages
         self._statuses[transfer] = status
         return transfer

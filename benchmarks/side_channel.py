@@ -1,4 +1,4 @@
-"""Many consumers at one side channel, beside the steps of its engine; and many producers at a rank.
+"""Many consumers at one side channel, beside the steps of its engine.
 
 The producer publishes 80 layers, beside engine steps of some milliseconds of Python and numpy, then
 a wait, as for a device. The consumers are real clients in other processes: they shake hands all at
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -23,19 +22,11 @@ import zmq
 from benchmarks import engines, harness
 from benchmarks.engines import INCARNATION, Shape
 from benchmarks.harness import Row, WorkerProcess, row
-from benchmarks.no_transport import NoTransport
-from kvferry.core.directory import EncodedReply, ProducerNews
+from kvferry.core.directory import EncodedReply
 from kvferry.core.directory.pings import start_pings
-from kvferry.core.driver_calls.driver_calls import DriverCalls
-from kvferry.core.endpoint import Load
-from kvferry.core.endpoint.load_manager import TICK_SECONDS, LoadManager
-from kvferry.core.endpoint.page_copies import RunningCopies
-from kvferry.core.lifecycle.holds import Hold, Incarnation, RequestId
-from kvferry.core.lifecycle.ticket import PeerKey, Ticket
-from kvferry.core.messages import decode_payload
-from kvferry.core.metrics import Metrics
+from kvferry.core.lifecycle.holds import Incarnation
+from kvferry.core.lifecycle.ticket import PeerKey
 from kvferry.core.options import DEFAULTS
-from kvferry.core.planner.build_copies import Pages
 from kvferry.core.security import NEARBY, OPEN
 from kvferry.core.side_channel.connection import asked
 from kvferry.core.side_channel.dialer import Dialer
@@ -50,7 +41,6 @@ from kvferry.core.side_channel_messages import (
     decode_request,
     encode,
 )
-from kvferry.core.slot_words import ScratchWords
 
 NAME = "prefill"
 LAYERS, BLOCKS = 80, 20_000
@@ -252,87 +242,3 @@ class _Run:
         wall = time.monotonic() - start
         median, cpu = self._producer.ask("end")
         return wall if found is None else found, median, cpu
-
-
-# Producers that a rank knows and does not use.
-
-KNOWN_RANKS = 8
-TICKS, AT_ONCE = 1_000, 50
-IDLE_SHARE = 0.02  # of a core, that producers may take that nobody uses
-
-
-class Rank:
-    """What a rank's endpoint does, without its thread, about producers whose ranks it knows."""
-
-    def __init__(self, count: int) -> None:
-        self._now = 0.0
-        self._commands: deque[Callable[[], None]] = deque()
-        calls = DriverCalls(NoTransport(), post=self._commands.append, clock=self._clock)
-        self._connections = calls.connections
-        own = decode_payload(engines.payloads(engines.engine(Shape(), 1, BLOCKS), "decode")[0])
-        metrics = Metrics(driver=own.driver, rank="0")
-        self._loads = LoadManager(
-            own=own,
-            calls=calls,
-            scratch=ScratchWords(),
-            zero=lambda spans: None,
-            copies=RunningCopies(None, calls, metrics),
-            options=DEFAULTS,
-            metrics=metrics,
-            reported=lambda *_: None,
-        )
-        self._loads.peers.join([own])
-        layouts = engines.engine(Shape(tp=KNOWN_RANKS), 1, BLOCKS)
-        for number in range(count):
-            name = f"prefill-{number}"
-            self._meet(name, tuple(engines.payloads(layouts, name)))
-            if number % AT_ONCE == AT_ONCE - 1 or number == count - 1:
-                harness.wait_until(self._is_settled, "the producers were not all connected")
-
-    def ticks(self) -> list[float]:
-        """CPU seconds of a tick, in which nothing happens."""
-        began = time.thread_time()
-        for _ in range(TICKS):
-            self._now += TICK_SECONDS
-            self._loads.progress()
-            if self._connections.closing:
-                raise SystemExit("a producer was released")
-        return [(time.thread_time() - began) / TICKS]
-
-    def _clock(self) -> float:
-        return self._now
-
-    def _meet(self, name: str, ranks: tuple[bytes, ...]) -> None:
-        """Hear what a producer has answered, and that nothing is to be loaded from it."""
-        hold = Hold(slot=0, generation=1)
-        ticket = Ticket(**engines.ticket_fields(name, "request", 1, [1], hold, tp_size=KNOWN_RANKS))
-        key = PeerKey.of(ticket)
-        reply = EncodedReply(address=key, incarnation=Incarnation(INCARNATION), ranks=ranks)
-        self._loads.peers.relay(ProducerNews(outcomes=((key, reply),)))
-        self._loads.begin(
-            Load(
-                request=RequestId(name),
-                ticket=ticket,
-                ranges=(None,),
-                local=(Pages(ids=np.empty(0, dtype=np.int64)),),
-                report=False,
-            )
-        )
-
-    def _is_settled(self) -> bool:
-        while self._commands:
-            self._commands.popleft()()
-        self._loads.progress()
-        return not len(self._loads)
-
-
-def known_producers(quick: bool) -> Iterator[Row]:
-    """CPU time of a tick of the endpoint's thread, which looks after the producers it knows."""
-    count, rounds = (50, 4) if quick else (1_000, 30)
-    many, one = Rank(count), Rank(1)
-    ours, alone = harness.by_turns([many.ticks, one.ticks], rounds)[:, :, 0]
-    say = partial(row, f"a tick with {count:,} idle producers of {KNOWN_RANKS} ranks")
-    yield say("CPU of a tick", "the same with 1 producer", ours, alone, unit="µs")
-    share = ours / TICK_SECONDS
-    of = f"{IDLE_SHARE:.0%} of a core"
-    yield say("a core's share", of, share, IDLE_SHARE, unit="%", target="≤ 1")

@@ -6,80 +6,53 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import pytest
-
 from tests.distributions import METADATA, sdist_problems, wheel_problems
 
 TRACKED = {
     ".github/workflows/tests.yml",
     "README.md",
-    "benchmarks/request.py",
     "benchmarks/results/release.json",
     "kvferry/__init__.py",
     "kvferry/py.typed",
 }
-IN_SDIST = {
-    "PKG-INFO",
-    "README.md",
-    "benchmarks/request.py",
-    "kvferry/__init__.py",
-    "kvferry/py.typed",
-}
+IN_SDIST = {"PKG-INFO", "README.md", "kvferry/__init__.py", "kvferry/py.typed"}
 IN_WHEEL = {"kvferry/__init__.py", "kvferry/py.typed"} | {
     f"kvferry-1.0.dist-info/{name}" for name in METADATA
 }
 
 
-def write_sdist(folder: Path, names: set[str], link: str = "") -> Path:
-    """Write an sdist with these files, one of them a link."""
+def in_sdist(folder: Path, names: set[str], link: str = "") -> set[str]:
+    """Return the problems of an sdist with these files, one of them a link."""
     path, file, target = folder / "kvferry-1.0.tar.gz", folder / "empty", folder / "link"
     file.touch()
+    target.unlink(missing_ok=True)
     target.symlink_to(file)
     with tarfile.open(path, "w:gz") as archive:
         for name in names:
             archive.add(target if name == link else file, f"kvferry-1.0/{name}")
-    return path
+    return {each.removeprefix(path.name) for each in sdist_problems(path, TRACKED)}
 
 
-def write_wheel(folder: Path, names: set[str]) -> Path:
+def in_wheel(folder: Path, names: set[str]) -> set[str]:
     path = folder / "kvferry-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name in names:
             archive.writestr(name, "")
-    return path
+    return {each.removeprefix(path.name) for each in wheel_problems(path, TRACKED)}
 
 
-UNWANTED = {"benchmarks/results/release.json", "tests/.cache/core.123", "kvferry/a.pyc"}
+def test_problems_of_an_sdist(tmp_path: Path) -> None:
+    unwanted = {"benchmarks/results/release.json", "tests/.cache/core.123", "kvferry/a.pyc"}
+    assert in_sdist(tmp_path, IN_SDIST) == set()
+    said = {f" has {name}, which does not belong there" for name in unwanted}
+    assert in_sdist(tmp_path, IN_SDIST | unwanted) == said
+    assert in_sdist(tmp_path, IN_SDIST - {"README.md"}) == {" lacks README.md"}
+    assert in_sdist(tmp_path, IN_SDIST, "README.md") == {": kvferry-1.0/README.md is no plain file"}
 
 
-@pytest.mark.parametrize(
-    ("names", "link", "problems"),
-    [
-        (IN_SDIST, "", set()),
-        (IN_SDIST | UNWANTED, "", {f"has {n}, which does not belong there" for n in UNWANTED}),
-        (IN_SDIST - {"kvferry/py.typed"}, "", {"lacks kvferry/py.typed"}),
-        (IN_SDIST, "README.md", {"kvferry-1.0/README.md is no plain file"}),
-    ],
-)
-def test_problems_of_an_sdist(
-    tmp_path: Path, names: set[str], link: str, problems: set[str]
-) -> None:
-    said = {f"kvferry-1.0.tar.gz{':' * bool(link)} {problem}" for problem in problems}
-    assert set(sdist_problems(write_sdist(tmp_path, names, link), TRACKED)) == said
-
-
-@pytest.mark.parametrize(
-    ("names", "problems"),
-    [
-        (IN_WHEEL, []),
-        (
-            IN_WHEEL - {"kvferry/py.typed"} | {"tests/__init__.py"},
-            [
-                "kvferry-1.0-py3-none-any.whl has tests/__init__.py, which does not belong there",
-                "kvferry-1.0-py3-none-any.whl lacks kvferry/py.typed",
-            ],
-        ),
-    ],
-)
-def test_problems_of_a_wheel(tmp_path: Path, names: set[str], problems: list[str]) -> None:
-    assert list(wheel_problems(write_wheel(tmp_path, names), TRACKED)) == problems
+def test_problems_of_a_wheel(tmp_path: Path) -> None:
+    assert in_wheel(tmp_path, IN_WHEEL) == set()
+    assert in_wheel(tmp_path, IN_WHEEL - {"kvferry/py.typed"} | {"tests/a.py"}) == {
+        " has tests/a.py, which does not belong there",
+        " lacks kvferry/py.typed",
+    }

@@ -37,22 +37,12 @@ OTHERS = 10
 
 Pair = tuple[Engine, Engine]
 STAGED = {"extra": {"staging": True}}
-KINDS: dict[str, dict[str, Any]] = {
-    "direct": {},
-    "staged": STAGED,
-    "two ranks": {"tensor_parallel_size": 2},
-}
+KINDS: dict[str, dict[str, Any]] = {"direct": {"tensor_parallel_size": 2}, "staged": STAGED}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        kind if kind != "two ranks" else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, start_engine: StartEngine) -> Iterator[Pair]:
-    """Prefill, in chunks, and decode."""
+    """Prefill, in chunks, and decode; of two ranks each unless they stage."""
     options = KINDS[request.param]
     prefill = start_engine("prefill", "kv_producer", max_num_batched_tokens=64, **options)
     decode = start_engine("decode", "kv_consumer", **options)

@@ -9,8 +9,8 @@ import pytest
 
 from examples.tiny_llama import prompt
 from tests.engines import probes
-from tests.engines.conversations import Conversation, check_turns, words
-from tests.engines.early import check_early, hand_over_early
+from tests.engines.conversations import words
+from tests.engines.early import hand_over_early
 from tests.engines.engines import CONNECTOR, PATIENT, Engine
 from tests.engines.fleet import RECOMPUTE, TWO_WAY, Engines, cast, fleet
 from tests.engines.steps import check_decoded, check_hand_over, counted, pulled_by, texts
@@ -112,18 +112,6 @@ def test_both_have_the_pages(reference: Engine, pair: Pair, by_kvferry: int, ear
     assert counted(decode, TOKENS) - tokens == by_kvferry
     assert pulled_by(decode) - pulled == (by_kvferry or 192)
     eventually(lambda: prefill.run(probes.statuses) == [])
-
-
-@between(*PAIRS[:2])
-def test_early_hand_over(reference: Engine, pair: Pair) -> None:
-    """Chunk by chunk, while the other connector keeps the same pages."""
-    check_early(reference, *pair, CHUNK, seed=30 + len(pair[0].name))
-
-
-@between(("first", "second"))
-def test_turns(reference: Engine, pair: Pair) -> None:
-    """Prefill computes as little as with kvferry alone."""
-    check_turns(reference, Conversation(prefill=pair[0], decode=pair[1]), block=32)
 
 
 def test_windows_in_a_prefix_cache(checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ Table = Callable[[str, Mapping[str, str | int | float]], None]
 """A function that writes figures onto the page, below a title."""
 
 _begun = time.monotonic()
+_begun_tests: list[str] = []
 _statuses: list[int] = []
 
 
@@ -105,6 +106,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "setup":
+        _begun_tests.append(report.nodeid)
     if report.failed:
         error = [line[1:] for line in str(report.longrepr).splitlines() if line.startswith("E ")]
         note(f"FAILED {report.nodeid}: {(error or ['the log says more'])[0]}")
@@ -112,7 +115,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     _statuses.append(int(bool(session.testsfailed) or not session.testscollected))
-    note(f"{session.testscollected} tests, {session.testsfailed} failed")
+    ran = f"{len(_begun_tests)} of {session.testscollected} tests"
+    note(f"{ran}, {session.testsfailed} failed")
 
 
 @pytest.hookimpl(trylast=True)

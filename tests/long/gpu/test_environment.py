@@ -11,7 +11,7 @@ from typing import Any
 from tests.long.gpu.conftest import Table
 from tests.long.gpu.device import Device, load_torch
 
-IPC_SECONDS, IPC_WORDS, IPC_WRITTEN = 60, 1 << 20, 7
+IPC_WORDS, IPC_WRITTEN = 1 << 20, 7
 
 
 def test_software(device: Device, table: Table) -> None:
@@ -20,7 +20,7 @@ def test_software(device: Device, table: Table) -> None:
     doctor = [sys.executable, "-c", "from kvferry.cli import main; main()", "doctor"]
     for command in (["nvidia-smi", "-q"], ["nvidia-smi", "topo", "-m"], doctor):
         if shutil.which(command[0]) is not None:
-            subprocess.run(command, timeout=60, check=command is doctor)
+            subprocess.run(command, check=command is doctor)
     for name, value in {
         "Python": platform.python_version(),
         "kernel": platform.release(),
@@ -37,8 +37,6 @@ def test_ipc(device: Device) -> None:
     device.wait()
     process = multiprocessing.Process(target=ipc_peer, args=(tensor,))
     process.start()
-    process.join(IPC_SECONDS)
-    process.kill()
     process.join()
     assert process.exitcode == 0
     assert bool((tensor == IPC_WRITTEN).all())
