@@ -436,9 +436,9 @@ def plan(
     layers have vLLM's names.
 
     The pages of a request are assumed to lie apart, as in an engine that has run for a while, so
-    that no two pages are moved by one copy. Where copies are small, other layouts and block sizes
-    are tried, and those that would help are printed. Exit status 1 if the two engines cannot
-    exchange pages.
+    that no two pages are moved by one copy. Where copies are small and both engines are given by
+    SETTINGS, other layouts and block sizes are tried, and those that would help are printed. Exit
+    status 1 if the two engines cannot exchange pages.
 
     With --bandwidth, a table follows: how long until decode has a prompt's cache, if it is moved
     after prefill, and if pages are moved chunk by chunk while prefill computes (early tickets).

@@ -158,6 +158,10 @@ def test_advice_on_layouts_of_other_memory_or_without_a_model(plan: PlanCommand)
             *(TINY, f"tp=2,{HND}", "block_size=32", 3),
             "Pages of 16 tokens (2 heads, HND) are read into pages of 32 tokens (4 heads, NHD): a ",
         ),
+        (  # decode's first rank, which has no layer with a cache, says nothing of the others
+            *(TINY | {"layer_types": ["mlp"] * 2 + ["attention"] * 2}, HND, "pp=2", 2),
+            "Pages of 16 tokens (4 heads, HND) are read into pages of 16 tokens (4 heads, NHD): a ",
+        ),
         (
             *(TINY, f"{HND},block_size=64,kernel_block=16", f"tp=4,{HND}", 0),
             "Pages of 64 tokens in blocks of 16 for the kernels (4 heads, HND) are read into "

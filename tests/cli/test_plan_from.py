@@ -141,9 +141,7 @@ INVALID_SIDES = {
     "--prefill=a.json --decode=b.json --from=h:1": "and 1 times --from are given",
     "--from=h:1 --from=h:1 --from=h:1": "and 3 times --from are given",
     "--prefill=a.json --decode=b.json --curve-secret-key=env:K": "--from 0 times",
-} | {
-    f"--from={address} --from=h:1": f"--from {address!r} is not HOST:PORT"
-    for address in ("host", ":5600", "host:0", "host:65536", "host:five", "host:5600x", "::1")
+    "--from=host:0 --from=h:1": "--from 'host:0' is not HOST:PORT",
 }
 
 

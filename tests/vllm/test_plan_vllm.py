@@ -191,10 +191,8 @@ JAMBA = {"intermediate_size": 8192, "state_size": 16, "conv_kernel": 4}
 LFM2 = {"intermediate_size": 2048, "conv_kernel": 3}
 KDA = {"num_heads": 32, "head_dim": 128, "conv_kernel_size": 4}
 STATES = [
-    StateCase(configs.QWEN3_NEXT, 1, "gated_delta_net", "GDN_ATTN", DELTA_NET),
     StateCase(configs.QWEN3_NEXT, 2, "gated_delta_net", "GDN_ATTN", DELTA_NET),
     StateCase(configs.QWEN3_5, 4, "gated_delta_net", "GDN_ATTN", DELTA_NET),
-    StateCase(configs.GRANITE, 1, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.GRANITE, 4, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.ZAMBA2, 2, "mamba2", "MAMBA2_ATTN", GRANITE, groups=1),
     StateCase(configs.FALCON_H1, 2, "mamba2", "MAMBA2_ATTN", FALCON, groups=1),

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvferry.cli.formatting import counted
 from kvferry.cli.plan.engines import ORDERS, Engine, PlanSettings, make_engine
-from kvferry.cli.plan.estimate import Estimate, estimate_reads, figures
+from kvferry.cli.plan.estimate import Estimate, estimate_reads
 from kvferry.cli.plan.model import Model
 from kvferry.cli.plan.sides import Side
 from kvferry.core.errors import KVFerryError
@@ -63,7 +63,7 @@ def advice_for(
     """Return how to make copies larger; ``None`` without need, or if many cannot be few."""
     small = 0 < estimate.total["median"] < SMALL_COPY
     many = (
-        estimate.busiest * IPC_SECONDS > MANY_SECONDS
+        estimate.busiest[1] * IPC_SECONDS > MANY_SECONDS
         and estimate.total["median"] < SMALL_BY_NVLINK
         and all(map(_on_gpus, (prefill.engine, decode.engine)))
     )
@@ -84,22 +84,22 @@ def _changes(model: Model, old: Pair, estimate: Estimate) -> Iterator[Change]:
     """Yield the change of each effort that leaves the fewest copies, if it is worth it."""
     tokens = estimate.tokens
     engine = functools.cache(lambda settings: make_engine(model, settings, tokens))
-    # Decode rank 0 stands for all; those of the best changes are counted below.
-    most = figures(estimate.of_decode(0))["copies"]
+    # One decode rank stands for all; those of the best changes are counted below.
+    busiest, most = estimate.busiest
     for candidates in _candidates(*old):
         copies: dict[Pair, int] = {}
         for near, far in candidates:
             with suppress(KVFerryError):  # no engine can have these settings
                 pair = replace(old[0], **near), replace(old[1], **far)
-                found = estimate_reads(engine(pair[0]), engine(pair[1]), tokens, [0])
+                found = estimate_reads(engine(pair[0]), engine(pair[1]), tokens, [busiest])
                 copies[pair] = found.total["copies"]
         best = min(copies, key=copies.__getitem__, default=old)
-        if copies.get(best, most) * WORTH > most:
+        if best == old or copies[best] * WORTH > most:
             continue
         most = copies[best]
         found = estimate_reads(engine(best[0]), engine(best[1]), tokens)
         prefill, decode = map(_difference, old, best)
-        settings = {"prefill": prefill, "decode": decode, "busiest": found.busiest}
+        settings = {"prefill": prefill, "decode": decode, "busiest": found.busiest[1]}
         yield settings | {name: n for name, n in found.total.items() if name != "bytes"}
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from operator import itemgetter
 
 import numpy as np
 
@@ -82,10 +83,12 @@ class Estimate:
     told: dict[int, int]
 
     @property
-    def busiest(self) -> int:
-        """The most copies that a single decode rank makes."""
-        ranks = {read.decode for read in self.reads}
-        return max((figures(self.of_decode(rank))["copies"] for rank in ranks), default=0)
+    def busiest(self) -> tuple[int, int]:
+        """The decode rank that makes the most copies, and how many; (0, 0) if none does."""
+        copies: Counter[int] = Counter()
+        for read in self.reads:
+            copies[read.decode] += read.sizes.total()
+        return max(copies.items(), key=itemgetter(1), default=(0, 0))
 
     def of_decode(self, rank: int) -> tuple[ReadEstimate, ...]:
         """Return the reads of a decode rank."""

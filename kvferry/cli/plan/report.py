@@ -169,8 +169,8 @@ def _advice_lines(estimate: Estimate, advice: Advice) -> Iterator[tuple[int, str
         yield (
             2,
             f"Between GPUs of one host (CUDA IPC), a copy takes some {IPC_SECONDS * 1e6:.0f} µs "
-            f"beside the time of its bytes: {duration(estimate.busiest * IPC_SECONDS)} for the "
-            f"{counted(estimate.busiest, 'copy')} of a decode rank.",
+            f"beside the time of its bytes: {duration(estimate.busiest[1] * IPC_SECONDS)} for the "
+            f"{counted(estimate.busiest[1], 'copy')} of a decode rank.",
         )
     yield from ((2, reason) for reason in advice.reasons)
     for change in advice.changes:
