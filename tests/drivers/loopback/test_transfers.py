@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
-from kvferry.core.errors import TransportError
 from kvferry.core.transport import State
 from kvferry.drivers.loopback import LoopbackTransport
 from tests.drivers.loopback.conftest import Make
 from tests.drivers.loopback.peer import Peer
-from tests.drivers.pairs import Pair, paired, until
+from tests.drivers.pairs import paired, until
 
 
 def test_transfer_that_has_not_begun_is_cancelled_at_once_and_small_ones_do_not_wait(
@@ -27,15 +24,3 @@ def test_transfer_that_has_not_begun_is_cancelled_at_once_and_small_ones_do_not_
     pair.reader.cancel(running)
     assert pair.final(pair.read(times=2)).state is State.DONE  # by the thread, after the others
     assert not other.mine.any(), "bytes of a transfer that had failed"
-
-
-def test_unexpected_exception_in_thread_fails_the_transfer(
-    make: Make, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair: Pair[LoopbackTransport, Peer] = paired(make(inline_bytes=0), shared_peer)
-    with monkeypatch.context() as patched:
-        patched.setattr("kvferry.drivers.loopback.process_memory.vm_read", lambda *_, **__: 1 / 0)
-        status = pair.moved()
-    assert status.state is State.FAILED
-    assert isinstance(status.error, TransportError)
-    assert pair.works()
