@@ -160,5 +160,9 @@ def _use(lab: Workbench, transport: Transport, remote: Process) -> None:
     zeros = np.zeros(_COPIES, np.uint64)
     copies = batch(buffer.region, remote.region, zeros, zeros, zeros + np.uint64(MIB))
     for _ in range(2):
-        lab.finish(transport.read(peer, copies, lab.bound()), transport)
+        transfer = transport.read(peer, copies, lab.bound())
+        lab.wait_for(
+            lambda one=transfer: transport.poll([one])[0].state is State.DONE,  # type: ignore[misc]
+            "a transfer is not DONE",
+        )
     transport.disconnect(peer)

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.core.errors import TransportError, TransportUsageError
 from kvferry.core.memory import CPU, Region
-from kvferry.core.transport import PeerId, State, TransferId, Transport
+from kvferry.core.transport import PeerId, State, TransferId
 from kvferry.testing.contract.copy_batches import batch
 from kvferry.testing.contract.workbench import MIB, ContractSettings, Workbench
 from kvferry.testing.memory import Buffer
@@ -122,13 +122,13 @@ _MOST_MESSAGES = 5000
 class Caught:
     """A transfer of which some bytes have arrived, and whose peer was stopped then."""
 
-    def __init__(self, lab: Workbench, there: Process, transport: Transport) -> None:
-        self.lab, self.there, self.transport = lab, there, transport
-        self.mine = lab.buffer(MIB, transport, CPU)
+    def __init__(self, lab: Workbench, there: Process) -> None:
+        self.lab, self.there = lab, there
+        self.mine = lab.buffer(MIB, lab.transport, CPU)
         self.mine.put(lab.fresh())
-        self.peer = transport.connect(there.address())
-        self.transfer = transport.read(self.peer, lab.lasting(there, self.mine.region))
-        lab.await_some(self.transfer, self.mine, transport)
+        self.peer = lab.connect(there)
+        self.transfer = lab.transport.read(self.peer, lab.lasting(there, self.mine.region))
+        lab.await_some(self.transfer, self.mine)
         there.stop()
         # What is asked for now reaches the peer's kernel, but not its process.
         self.lab.until(lambda: self.final, _PILES_UP_SECONDS)
@@ -136,14 +136,14 @@ class Caught:
     @property
     def final(self) -> bool:
         """Whether the transfer has ended: its status is DONE or FAILED, and changes no more."""
-        return self.lab.state(self.transfer, self.transport).final
+        return self.lab.state(self.transfer).final
 
     def keeps(self, region: Region) -> None:
         """Assert that ``deregister`` refuses a region of the transfer until the transfer ends."""
         if self.final:
             return
         with contextlib.suppress(TransportUsageError):
-            self.transport.deregister(region)
+            self.lab.transport.deregister(region)
             assert self.final, "memory that an unfinished transfer uses was deregistered"
 
     def quiet(self) -> None:
@@ -170,7 +170,7 @@ class StoppedPeerTests(ContractSettings):
         """Until it is final, its memory cannot be deregistered; then no byte changes any more."""
         if not lab.capabilities.cancel:
             return
-        caught = Caught(lab, stoppable, lab.transport)
+        caught = Caught(lab, stoppable)
         lab.transport.cancel(caught.transfer)
         caught.keeps(caught.mine.region)
         if not lab.until(lambda: caught.final, _SOON_SECONDS):
@@ -183,7 +183,7 @@ class StoppedPeerTests(ContractSettings):
         self, lab: Workbench, stoppable: Process
     ) -> None:
         """FAILING, with its memory in use, if ``disconnect`` raises as it cannot end it in time."""
-        caught = Caught(lab, stoppable, lab.transport)
+        caught = Caught(lab, stoppable)
         try:
             lab.transport.disconnect(caught.peer)
         except TransportError:
@@ -199,10 +199,9 @@ class StoppedPeerTests(ContractSettings):
     def test_close_beside_a_stopped_peer_is_quiet_or_an_error(
         self, lab: Workbench, stoppable: Process
     ) -> None:
-        transport = lab.make()
-        caught = Caught(lab, stoppable, transport)
+        caught = Caught(lab, stoppable)
         try:
-            transport.close()
+            lab.transport.close()
         except TransportError:
             stoppable.go_on()  # the error means that bytes may still land
         else:

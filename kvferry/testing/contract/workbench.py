@@ -118,7 +118,7 @@ class Workbench:
     mine: Buffer = field(init=False)  # 1 MiB of zeros, registered with ``transport``
     _made: list[Transport] = field(default_factory=list)
     _buffers: list[Buffer] = field(default_factory=list)
-    _last: dict[tuple[int, TransferId], Status] = field(default_factory=dict)
+    _last: dict[TransferId, Status] = field(default_factory=dict)
     _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1000))
 
     def __post_init__(self) -> None:
@@ -229,44 +229,39 @@ class Workbench:
         took, patience = time.monotonic() - before, self.settings.patience
         assert took < patience, f"{what} took {took:.1f} s of {patience:g} s (the setting patience)"
 
-    def poll(
-        self, transfers: Sequence[TransferId], transport: Transport | None = None
-    ) -> list[Status]:
+    def poll(self, transfers: Sequence[TransferId]) -> list[Status]:
         """Poll transfers, assert that each status may follow its last one, and return them all."""
-        transport = transport or self.transport
-        statuses = transport.poll(transfers)
+        statuses = self.transport.poll(transfers)
         assert len(statuses) == len(transfers), "poll must answer for every id"
         for transfer, status in zip(transfers, statuses, strict=True):
-            self._check(transport, transfer, status)
+            self._check(transfer, status)
         return statuses
 
-    def state(self, transfer: TransferId, transport: Transport | None = None) -> State:
+    def state(self, transfer: TransferId) -> State:
         """Poll one transfer with the checks of ``poll``, and return the transfer's state."""
-        return self.poll([transfer], transport)[0].state
+        return self.poll([transfer])[0].state
 
-    def _check(self, transport: Transport, transfer: TransferId, status: Status) -> None:
+    def _check(self, transfer: TransferId, status: Status) -> None:
         """Assert that a status is consistent, and may follow the status of the last poll."""
         bad = status.state in (State.FAILING, State.FAILED)
         assert isinstance(status.error, TransportError) == bad, f"error does not fit: {status}"
         assert bad or status.error is None, f"error does not fit: {status}"
         assert not bad or str(status.error), f"an error without a word: {status}"
-        before = self._last.setdefault((id(transport), transfer), status).state
-        self._last[id(transport), transfer] = status
+        before = self._last.setdefault(transfer, status).state
+        self._last[transfer] = status
         if before.final:
             assert status.state is before, f"{before} is final, and then it was {status}"
         if before is State.FAILING:
             assert bad, f"it was failing, and then {status}"
 
-    def known(
-        self, transfer: TransferId, transport: Transport | None = None, seconds: float | None = None
-    ) -> Status:
+    def known(self, transfer: TransferId, seconds: float | None = None) -> Status:
         """Wait until a transfer is no longer PENDING, or fail the test; return its status."""
         self.wait_for(
-            lambda: self.state(transfer, transport) is not State.PENDING,
+            lambda: self.state(transfer) is not State.PENDING,
             f"transfer {transfer} is still PENDING",
             seconds,
         )
-        (status,) = self.poll([transfer], transport)
+        (status,) = self.poll([transfer])
         return status
 
     def settled(self, transfer: TransferId, peer: PeerId) -> Status:
@@ -287,11 +282,11 @@ class Workbench:
         assert status.state is State.FAILED, f"disconnect has returned, and it is {status}"
         return status
 
-    def finish(self, transfer: TransferId, transport: Transport | None = None) -> None:
+    def finish(self, transfer: TransferId) -> None:
         """Wait until a transfer is DONE, and forget it; fail the test if the transfer fails."""
-        status = self.known(transfer, transport)
+        status = self.known(transfer)
         assert status.state is State.DONE, f"it failed: {status}"
-        (transport or self.transport).forget(transfer)
+        self.transport.forget(transfer)
 
     def known_in_time(self, transfer: TransferId, since: float) -> Status:
         """Assert that a transfer with a peer that died at ``since`` is not PENDING for too long."""
@@ -357,15 +352,11 @@ class Workbench:
         self.reads(remote, self.whole(remote))
         np.testing.assert_array_equal(self.mine.get(), remote.get())
 
-    def await_some(
-        self, transfer: TransferId, target: Buffer, transport: Transport | None = None
-    ) -> None:
+    def await_some(self, transfer: TransferId, target: Buffer) -> None:
         """Wait until a transfer has moved some bytes or has ended, at most half a second."""
         before = target.get()
         self.until(
-            lambda: (
-                self.state(transfer, transport).final or not np.array_equal(target.get(), before)
-            ),
+            lambda: self.state(transfer).final or not np.array_equal(target.get(), before),
             _SOME_SECONDS,
         )
 
@@ -427,12 +418,13 @@ class Workbench:
             np.testing.assert_array_equal(side.get(), content, "memory changed after a final state")
 
     def poll_all(self) -> None:
-        """Poll every transport that is not closed, with every transfer that is not forgotten."""
+        """Poll every transport that is not closed, and every transfer that is not forgotten."""
         for transport in self._made:
-            transfers_of = [transfer for owner, transfer in self._last if owner == id(transport)]
-            for transfers in ([], *([one] for one in transfers_of)):
-                with contextlib.suppress(TransportUsageError):
-                    transport.poll(transfers)
+            with contextlib.suppress(TransportUsageError):
+                transport.poll([])
+        for transfer in self._last:
+            with contextlib.suppress(TransportUsageError):
+                self.transport.poll([transfer])
 
     def fresh(self, nbytes: int = MIB) -> Bytes:
         """Return ``nbytes`` bytes of a pattern that this test has not used yet."""
