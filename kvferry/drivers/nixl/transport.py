@@ -32,7 +32,7 @@ from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import library
 from kvferry.drivers.nixl.address import NixlAddress
 from kvferry.drivers.nixl.agent import TransferChunk
-from kvferry.drivers.nixl.agents import Agents
+from kvferry.drivers.nixl.agents import Agents, RegisteredSpan
 from kvferry.drivers.nixl.descriptor_lists import (
     DescriptorLists,
     PagedChunk,
@@ -51,7 +51,7 @@ _POLL_SECONDS = 0.0005
 logger = logging.getLogger(__name__)
 
 
-class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
+class NixlTransport(BaseTransport[RegisteredSpan, NixlPeer, NixlPeer, NixlTransfer]):
     """Read through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
     ``read`` returns when NIXL has posted the first chunks, whose bytes may then have moved. NIXL's
@@ -104,14 +104,14 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     # Memory.
 
-    def _register(self, region: Region) -> None:
-        self._agents.register(region)
+    def _register(self, region: Region) -> RegisteredSpan:
+        return self._agents.register(region)
 
-    def _deregister(self, region: Region, registration: None) -> None:
+    def _deregister(self, region: Region, registration: RegisteredSpan) -> None:
         # NIXL has prepared descriptors of this side's memory.
         for connection in list(self._peers.values()):
             connection.prepared.release()
-        self._agents.deregister(region)
+        self._agents.deregister(registration)
 
     # Connections.
 
