@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -32,7 +31,6 @@ MAX_ADDRESS_BYTES = 1 << 20
 MAX_REGIONS = 1 << 14
 
 UCX = "UCX"
-MAX_CONNECTIONS = 64
 MAX_SECTIONS = 64
 _START = b"nixlSerDes|"
 _BAR = b"|"
@@ -101,33 +99,26 @@ def _range(region: Region, key: int = 0) -> Range:
     return Range(region.address, region.nbytes, region.kind, region.device, key)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentMetadata:
-    """An agent's name, and how to connect to it, by backend."""
+def parsed(data: bytes) -> tuple[str, bytes]:
+    """Parse untrusted metadata, UCX's values included, or raise ``FormatError``.
 
-    agent: str
-    connections: dict[str, bytes]  # by backend; the same for as long as the agent lives
-
-
-def parsed(data: bytes) -> AgentMetadata:
-    """Parse untrusted metadata, UCX's values included, or raise ``FormatError``."""
+    Return the agent's name, and how its backend is reached, the same for as long as it lives.
+    """
     reader = _Tagged(data)
     reader.expect(_START)
     agent = reader.text(b"Agent")
-    connections = {}
-    for _ in range(reader.count(b"Conns", 1, MAX_CONNECTIONS)):
-        backend, connection = reader.text(b"t"), reader.value(b"c")
-        if backend == UCX:
-            check_worker_address(connection)
-        if not connection or backend in connections:
-            raise FormatError(f"backend {backend!r} has no connection, or two")
-        connections[backend] = connection
+    reader.count(b"Conns", 1, 1)  # the driver's agents have one backend
+    backend, connection = reader.text(b"t"), reader.value(b"c")
+    if backend == UCX:
+        check_worker_address(connection)
+    if not connection:
+        raise FormatError(f"backend {backend!r} has no connection")
     if reader.value(b"") != b"MemSection":
         raise FormatError("it has no section of memory")
     for _ in range(reader.count(b"nixlSecElms", 0, MAX_SECTIONS)):
         _section(reader)
     reader.end()
-    return AgentMetadata(agent=agent, connections=connections)
+    return agent, connection
 
 
 def _section(reader: _Tagged) -> None:

@@ -35,11 +35,11 @@ _FILES = 64
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RegisteredSpan:
-    """A range of memory that is registered with NIXL, for one or more regions, its ``users``."""
+    """A range of memory that is registered with NIXL, for one or more regions."""
 
     whole: Region
     key: int  # new for each registration, by which peers notice
-    users: set[Region] = field(default_factory=set)
+    users: int = 0  # how many regions
     held: dict[Agent, Registration] = field(default_factory=dict)  # by agent
 
 
@@ -56,37 +56,33 @@ class Agents:
         self._all = [self.first]
         self._library = library
         self._options = without_threads(options)
-        self._spans: dict[Region, RegisteredSpan] = {}
+        self.spans: list[RegisteredSpan] = []
         self._keys = itertools.count(1)
         # Held because ``connect`` and ``disconnect`` may run at the same time as other calls.
         self._lock = threading.Lock()
 
-    @property
-    def spans(self) -> list[RegisteredSpan]:
-        """All spans, each once."""
-        return list(dict.fromkeys(self._spans.values()))
-
-    def register(self, region: Region) -> None:
-        """Register a region, as a part of the span that contains it, or as a new one."""
+    def register(self, region: Region) -> RegisteredSpan:
+        """Register a region; return the span that contains it, which may be a new one."""
         with self._lock:
             span = next((span for span in self.spans if _overlap(span.whole, region)), None)
             if span is None:
                 span = RegisteredSpan(whole=region, key=next(self._keys))
                 _register([span], self._all)
+                self.spans.append(span)
             elif not span.whole.contains(region):
                 raise TransportError(
                     f"{region} overlaps {span.whole}, which is registered, and reaches beyond it: "
                     "register the larger region first"
                 )
-            span.users.add(region)
-            self._spans[region] = span
+            span.users += 1
+            return span
 
-    def deregister(self, region: Region) -> None:
-        """Deregister a region, and its span if no other uses it."""
+    def deregister(self, span: RegisteredSpan) -> None:
+        """Deregister one of a span's regions, and the span with the last."""
         with self._lock:
-            span = self._spans.pop(region)
-            span.users.discard(region)
+            span.users -= 1
             if not span.users:
+                self.spans.remove(span)
                 _deregister([span], self._all)
 
     def prepare(self, peer: NixlPeer, chunk: TransferChunk | PagedChunk) -> Handle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry.core.errors import ConnectError, TransportError
@@ -24,8 +24,8 @@ class NixlPeer:
     itself: bool  # this transport, of which NIXL needs no metadata
     regions: Collection[Region] = frozenset()
     metadata: bytes = b""
-    # By backend; empty if NIXL writes metadata in a format that this driver cannot read.
-    connections: Mapping[str, bytes] = field(default_factory=dict)
+    # How the agent is reached; empty if this driver does not know the format of the metadata.
+    connection: bytes = b""
     keys: frozenset[int] = frozenset()  # of the spans in ``metadata``
     # The keys of the spans in the metadata that each agent loaded last.
     loaded: dict[Agent, frozenset[int]] = field(default_factory=dict)

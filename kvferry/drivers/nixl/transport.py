@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -30,9 +30,9 @@ from kvferry.core.transport.addresses import decode_regions
 from kvferry.drivers.cuda import DeviceWait, find_cuda
 from kvferry.drivers.nixl import address as wire
 from kvferry.drivers.nixl import library
-from kvferry.drivers.nixl.address import AgentMetadata, NixlAddress
+from kvferry.drivers.nixl.address import NixlAddress
 from kvferry.drivers.nixl.agent import TransferChunk
-from kvferry.drivers.nixl.agents import Agents
+from kvferry.drivers.nixl.agents import Agents, RegisteredSpan
 from kvferry.drivers.nixl.descriptor_lists import (
     DescriptorLists,
     PagedChunk,
@@ -51,7 +51,7 @@ _POLL_SECONDS = 0.0005
 logger = logging.getLogger(__name__)
 
 
-class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
+class NixlTransport(BaseTransport[RegisteredSpan, NixlPeer, NixlPeer, NixlTransfer]):
     """Read through a NIXL backend: CPU and CUDA memory, of one host or of several.
 
     ``read`` returns when NIXL has posted the first chunks, whose bytes may then have moved. NIXL's
@@ -104,14 +104,14 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
 
     # Memory.
 
-    def _register(self, region: Region) -> None:
-        self._agents.register(region)
+    def _register(self, region: Region) -> RegisteredSpan:
+        return self._agents.register(region)
 
-    def _deregister(self, region: Region, registration: None) -> None:
+    def _deregister(self, region: Region, registration: RegisteredSpan) -> None:
         # NIXL has prepared descriptors of this side's memory.
         for connection in list(self._peers.values()):
             connection.prepared.release()
-        self._agents.deregister(region)
+        self._agents.deregister(registration)
 
     # Connections.
 
@@ -139,7 +139,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             itself=itself,
             regions=self._registered if itself else regions,
             metadata=theirs.metadata,
-            connections=self._backend_connections(theirs),
+            connection=self._checked_connection(theirs),
             keys=frozenset(span.key for span in theirs.spans),
         )
 
@@ -153,7 +153,7 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
         return address
 
     def _refresh(self, connection: NixlPeer, address: NixlPeer) -> None:
-        if address.connections != connection.connections:
+        if address.connection != connection.connection:
             raise ConnectError(
                 f"an address of {address.name}, which is connected, leads elsewhere than that one"
             )
@@ -326,30 +326,30 @@ class NixlTransport(BaseTransport[None, NixlPeer, NixlPeer, NixlTransfer]):
             raise
         connection.lost = False
 
-    def _backend_connections(self, theirs: NixlAddress) -> Mapping[str, bytes]:
-        """Check a peer's metadata before NIXL reads it, and return how its backends are reached."""
+    def _checked_connection(self, theirs: NixlAddress) -> bytes:
+        """Check a peer's metadata before NIXL reads it, and return how its agent is reached."""
         # This side's NIXL has an unknown format: peers' metadata cannot be checked.
-        if self._own_metadata is None:
-            return {}
+        if self._own_connection is None:
+            return b""
         try:
-            found = wire.parsed(theirs.metadata)
+            agent, connection = wire.parsed(theirs.metadata)
         except FormatError as exc:
             raise ConnectError(
                 f"the address of {theirs.name} holds what NIXL did not write: {exc}"
             ) from exc
-        if found.agent != theirs.name:
+        if agent != theirs.name:
             raise ConnectError(
-                f"an address of {theirs.name} that holds NIXL's metadata of {found.agent[:64]}"
+                f"an address of {theirs.name} that holds NIXL's metadata of {agent[:64]}"
             )
-        if theirs.name == self.name and found.connections != self._own_metadata.connections:
+        if theirs.name == self.name and connection != self._own_connection:
             raise ConnectError(f"an address of {theirs.name}, which is this side, leads elsewhere")
-        return found.connections
+        return connection
 
     @functools.cached_property
-    def _own_metadata(self) -> AgentMetadata | None:
-        """This side's metadata; ``None`` if its format is not known."""
+    def _own_connection(self) -> bytes | None:
+        """How this side is reached; ``None`` if the format of its metadata is not known."""
         try:
-            return wire.parsed(self._agent.metadata())
+            return wire.parsed(self._agent.metadata())[1]
         except FormatError:
             return None
 
