@@ -153,7 +153,7 @@ class RoomFollower:
         self._inbox.fail([oldest], _displaced(oldest.key, self._clock() - oldest.since))
 
     def _make_way_for_producer(self, key: PeerKey) -> None:
-        """Follow one producer less if there are too many; else raise ``HandshakeError``."""
+        """Let one producer go if there are too many, or raise ``HandshakeError``."""
         # An idle one goes; else, of the host with most, the oldest of those that never answered.
         if len(self._producers) < MAX_PRODUCERS:
             return
