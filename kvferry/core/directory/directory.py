@@ -277,7 +277,7 @@ class Directory:
         name, known = reply.name, self._producers.get(reply.name)
         if known is not None and known.key == key:
             return None
-        if known is None and not self._has_room():
+        if known is None and not self._make_room():
             return ConnectError(
                 f"there is no room for another engine: {len(self._producers)} are in use, which is "
                 "the most; send requests from fewer prefill engines at once to each decode engine, "
@@ -320,7 +320,7 @@ class Directory:
             else:
                 self._end(name, producer, None)
 
-    def _has_room(self) -> bool:
+    def _make_room(self) -> bool:
         """Return whether one more can be watched, if need be in place of the longest unused."""
         if len(self._producers) < most_peers():
             return True

@@ -15,7 +15,8 @@ class EncodedReply:
 
     address: PeerKey  # the one that answered, one of ``PeerKey.addresses``
     incarnation: Incarnation  # in the payload of rank 0
-    # Every rank's encoded payload; none if the engine made no ticket for which it was asked.
+    # Every rank's encoded payload; none if the engine that answered made none of the tickets for
+    # which it was asked: then it only tells ranks to refuse these.
     ranks: tuple[bytes, ...]
     ticket_key: bytes = b""  # the public key that proves the engine's tickets
     numeric: str = ""  # the IP address of the side channel

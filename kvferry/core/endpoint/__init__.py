@@ -2,7 +2,7 @@
 
 from kvferry.core.endpoint.endpoint import Endpoint, Identity, Results
 from kvferry.core.endpoint.load import Load
-from kvferry.core.endpoint.page_copies import PageCopies
+from kvferry.core.endpoint.staging_copies import PageCopies
 from kvferry.core.metrics import LoadRecord
 from kvferry.core.options import EndpointOptions
 

@@ -20,7 +20,7 @@ from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint.hold_server import HoldServer
 from kvferry.core.endpoint.load import Load
 from kvferry.core.endpoint.load_manager import LoadManager
-from kvferry.core.endpoint.page_copies import PageCopies, RunningCopies
+from kvferry.core.endpoint.staging_copies import PageCopies, RunningCopies
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     Cause,

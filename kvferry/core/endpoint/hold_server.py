@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.core.endpoint.page_copies import Passed, RunningCopies
+from kvferry.core.endpoint.staging_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import KVFerryError, WireError
 from kvferry.core.lifecycle.holds import EndedHold, Hold, Incarnation, RequestId

@@ -16,7 +16,6 @@ from kvferry.core.driver_calls.slow_path import SlowPathWarnings
 from kvferry.core.driver_calls.transfers import Read
 from kvferry.core.endpoint.lease_renewal import LeaseRenewal, PendingTickets
 from kvferry.core.endpoint.load import Load, LoadState, check_same_engine, early_unit
-from kvferry.core.endpoint.page_copies import Passed, RunningCopies
 from kvferry.core.endpoint.peers import Peer, Peers
 from kvferry.core.endpoint.slot_reads import (
     FingerprintReads,
@@ -24,6 +23,7 @@ from kvferry.core.endpoint.slot_reads import (
     SlotReads,
     fitting,
 )
+from kvferry.core.endpoint.staging_copies import Passed, RunningCopies
 from kvferry.core.error_causes import on_one_line
 from kvferry.core.errors import (
     CopyError,

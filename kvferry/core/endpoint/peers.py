@@ -18,7 +18,7 @@ from kvferry.core.directory.news import EncodedReply, ProducerNews
 from kvferry.core.driver_calls.connections import BlockingCalls
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.driver_calls.slow_path import Throughput
-from kvferry.core.endpoint.handshake_reader import HandshakeResult, PeerMemoryBudget, ReplyReader
+from kvferry.core.endpoint.reply_decoder import HandshakeResult, PeerMemoryBudget, ReplyDecoder
 from kvferry.core.error_causes import on_one_line, with_remedy
 from kvferry.core.errors import (
     ConnectError,
@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 # An engine of 8 ranks and 80 layers takes 2 MB, a further one with the same layout some 20 kB.
 MAX_KEPT_BYTES = 48 << 20
 """The most bytes for what all peers publish and for their plans."""
-MAX_UNREAD_BYTES = 16 << 20
-"""While replies of more bytes than this wait to be read, others are dropped and asked for again."""
+MAX_UNDECODED_BYTES = 16 << 20
+"""While replies of more bytes wait to be decoded, others are dropped, and asked for again."""
 WANTED_SECONDS, WANTED_AGAIN_SECONDS = 0.1, 1.0
 """How long a ticket waits for its producer's reply before the directory is told, and told again."""
 MAX_DOWN = 1 << 12
@@ -208,18 +208,18 @@ class Peers:
         self._wanted: deque[tuple[PeerKey, int]] = deque()
         self._connected: dict[Peer, None] = {}
         self._memory = PeerMemoryBudget()
-        self._reader = ReplyReader(options, rank)
-        self._read_calls = BlockingCalls(
+        self._decoder = ReplyDecoder(options, rank)
+        self._decode_calls = BlockingCalls(
             threads=True, post=calls.post, clock=calls.clock, name="kvferry-handshake"
         )
-        self._unread: deque[_KnownProducer] = deque()
-        """Replies to read; the first is being read."""
+        self._undecoded: deque[_KnownProducer] = deque()
+        """Replies to decode; the first is being decoded."""
         self._backing_off: set[ProducerName] = set()
         """Producers that are wanted, and are connected when that is due."""
 
     def join(self, own: Sequence[RankPayload]) -> None:
         """Set what this engine's ranks publish, in rank order; before any ``connect``."""
-        self._reader.join(own)
+        self._decoder.join(own)
 
     def take_wanted(self) -> frozenset[tuple[PeerKey, int]]:
         """Return once the producers of which a reply is lacking, with the tickets' incarnations."""
@@ -286,8 +286,8 @@ class Peers:
                 self._fail([waiter], error)
             else:
                 genuine.append(waiter)
-        unread = sum(producer.reply.nbytes for producer in self._unread)
-        if outcome.ranks and (outcome.name in self._producers or unread <= MAX_UNREAD_BYTES):
+        undecoded = sum(producer.reply.nbytes for producer in self._undecoded)
+        if outcome.ranks and (outcome.name in self._producers or undecoded <= MAX_UNDECODED_BYTES):
             self._add(key, outcome)
             for waiter in genuine:
                 self._connect_for(waiter)
@@ -321,9 +321,9 @@ class Peers:
             begun = time.perf_counter() - reply.seconds
             producer = _KnownProducer(key=key, watched=key, reply=reply, begun=begun)
             self._producers[reply.name] = producer
-            self._unread.append(producer)
-            if len(self._unread) == 1:
-                self._read_next()
+            self._undecoded.append(producer)
+            if len(self._undecoded) == 1:
+                self._decode_next()
         else:
             known.watched = key
 
@@ -331,18 +331,18 @@ class Peers:
         """Return whether a producer was not let go, nor another taken for it."""
         return self._producers.get(producer.name) is producer
 
-    def _read_next(self) -> None:
+    def _decode_next(self) -> None:
         # Never two at a time: that holds the interpreter's lock and is no faster.
-        while self._unread and not self._is_kept(self._unread[0]):
-            self._unread.popleft()  # it was let go meanwhile
-        if self._unread:
-            reply = self._unread[0].reply
-            self._read_calls.run(lambda: self._reader.read(reply), self._on_read)
+        while self._undecoded and not self._is_kept(self._undecoded[0]):
+            self._undecoded.popleft()  # it was let go meanwhile
+        if self._undecoded:
+            reply = self._undecoded[0].reply
+            self._decode_calls.run(lambda: self._decoder.decode(reply), self._on_decoded)
 
-    def _on_read(self, outcome: HandshakeResult | KVFerryError) -> None:
-        producer = self._unread.popleft()
+    def _on_decoded(self, outcome: HandshakeResult | KVFerryError) -> None:
+        producer = self._undecoded.popleft()
         producer.reply = replace(producer.reply, ranks=())  # they may be long, and are read
-        self._read_next()
+        self._decode_next()
         if not self._is_kept(producer):
             return
         if isinstance(outcome, HandshakeResult):
@@ -354,7 +354,7 @@ class Peers:
             error = outcome
             forget_frames(error)
             # Another exception than the reader's own (no memory) may not come again.
-            if self._reader.has_joined and not isinstance(error, TransportError):
+            if self._decoder.has_joined and not isinstance(error, TransportError):
                 producer.refusal = error
         if producer.refusal is None:
             self._drop(producer)

@@ -155,26 +155,28 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
     type, or one engine holds a part of the tensor that the other engine lacks.
     """
     _check_equal(key, local, remote)
-    pieces = _read(key, local, remote)
-    _read(key, remote, local)  # only a check: raises for a part that only the remote engine holds
+    pieces = _assigned(key, local, remote)
+    _assigned(
+        key, remote, local
+    )  # only a check: raises for a part that only the remote engine holds
     return pieces
 
 
-def _read(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
+def _assigned(key: str, reader: EngineHoldings, holder: EngineHoldings) -> list[list[Piece]]:
     """Return the pieces that each rank of ``reader`` reads, as ``assign_pieces`` does."""
-    turns = defaultdict[int, list[tuple[int, Holding]]](list)  # by context rank
+    by_context_rank = defaultdict[int, list[tuple[int, Holding]]](list)
     for index, holding in enumerate(holder.holdings[key]):
-        turns[holder.group(holding).context.rank].append((index, holding))
+        by_context_rank[holder.group(holding).context.rank].append((index, holding))
     lead = holder.group(holder.holdings[key][0]).context
     readers = reader.holdings[key]
     found: list[list[Piece]] = [[] for _ in readers]
     for position, wanted in enumerate(readers):
         context = reader.group(wanted).context
-        for turn in range(lead.size):
+        for context_rank in range(lead.size):
             reader.budget.spend(2 * LOOP_STEPS, f"field {key!r} on many context ranks")
-            share = ContextParallel(size=lead.size, rank=turn, interleave=lead.interleave)
+            share = ContextParallel(size=lead.size, rank=context_rank, interleave=lead.interleave)
             if share_tokens(context, share):
-                holders = turns.get(turn, [])
+                holders = by_context_rank.get(context_rank, [])
                 # Ranks with equal parts share the load: each reader begins at the holder whose
                 # position among the holders is, relative to their number, that of the reader among
                 # the readers.

@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvferry.core.endpoint.hold_server import HoldServer
-from kvferry.core.endpoint.page_copies import RunningCopies
+from kvferry.core.endpoint.staging_copies import RunningCopies
 from kvferry.core.lifecycle.holds import NOTHING, Hold, RequestId, random_incarnation
 from kvferry.core.lifecycle.scheduler_holds import HoldOrders, NewTicket
 from kvferry.core.memory import region_of

@@ -18,8 +18,8 @@ import pytest
 from kvferry.core import options
 from kvferry.core.directory import EncodedReply, ProducerNews, directory
 from kvferry.core.directory.pings import start_pings
-from kvferry.core.endpoint import EndpointOptions, handshake_reader, peers
-from kvferry.core.endpoint.handshake_reader import HandshakeResult
+from kvferry.core.endpoint import EndpointOptions, peers, reply_decoder
+from kvferry.core.endpoint.reply_decoder import HandshakeResult
 from kvferry.core.errors import (
     ConnectError,
     HandshakeError,
@@ -239,14 +239,14 @@ def test_a_producer_that_goes_while_it_is_connected_is_disconnected(prefill: Eng
 def slow_reads(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[str]]:
     """Let replies be read only after the event; return it, and whose were begun to be read."""
     monkeypatch.setattr(directory, "AGAIN_SECONDS", 0.0)
-    released, read, begun = threading.Event(), handshake_reader.ReplyReader.read, list[str]()
+    released, read, begun = threading.Event(), reply_decoder.ReplyDecoder.decode, list[str]()
 
-    def slow(reader: handshake_reader.ReplyReader, reply: EncodedReply) -> HandshakeResult:
+    def slow(reader: reply_decoder.ReplyDecoder, reply: EncodedReply) -> HandshakeResult:
         begun.append(reply.address.engine)
         assert released.wait(60.0)
         return read(reader, reply)
 
-    monkeypatch.setattr(handshake_reader.ReplyReader, "read", slow)
+    monkeypatch.setattr(reply_decoder.ReplyDecoder, "decode", slow)
     return released, begun
 
 
@@ -254,17 +254,17 @@ def test_replies_that_wait_to_be_read_are_bounded(
     monkeypatch: pytest.MonkeyPatch, slow_reads: tuple[threading.Event, list[str]]
 ) -> None:
     """Those dropped are asked for again; of those that were read, no encoded payload is kept."""
-    monkeypatch.setattr(peers, "MAX_UNREAD_BYTES", 0)
+    monkeypatch.setattr(peers, "MAX_UNDECODED_BYTES", 0)
     with Engine("one") as one, Engine("two") as two, Engine("decode") as decode:
         known, told = decode.endpoint._load_manager.peers, decode.directory._directory._producers
         pull(one, decode, 1)
-        eventually(lambda: bool(known._unread), "its reply is being read")
+        eventually(lambda: bool(known._undecoded), "its reply is being read")
         pull(two, decode, 2)
         eventually(
             lambda: two.incarnation in {incarnation for _, incarnation, _ in told},
             "its reply is dropped",
         )
-        assert len(known._unread) == 1
+        assert len(known._undecoded) == 1
         slow_reads[0].set()
         assert outcomes(decode, 1, 2) == [None, None]
         assert not any(each.reply.nbytes for each in known._producers.values())
@@ -277,13 +277,13 @@ def test_replies_of_producers_that_go_before_they_are_read_are_dropped(
         known = decode.endpoint._load_manager.peers
         for number, producer in enumerate((one, two), 1):
             pull(producer, decode, number)
-            eventually(lambda: len(known._unread) == number, "its reply is there")  # noqa: B023
+            eventually(lambda: len(known._undecoded) == number, "its reply is there")  # noqa: B023
         error = PeerLostError("it died")
-        gone = [(each.key, each.reply.incarnation, error) for each in known._unread]
+        gone = [(each.key, each.reply.incarnation, error) for each in known._undecoded]
         decode.endpoint.relay(ProducerNews(gone=tuple(gone)))
         assert all(isinstance(error, PeerLostError) for error in outcomes(decode, 1, 2))
         slow_reads[0].set()
-        eventually(lambda: not known._unread, "none is left to be read")
+        eventually(lambda: not known._undecoded, "none is left to be read")
         assert slow_reads[1] == ["one"]
         assert known._memory.nbytes == 0
         assert decode.endpoint.healthy
@@ -304,11 +304,11 @@ def test_a_reply_that_cannot_be_planned_is_refused(
     fields = (msgspec.structs.replace(there.layout.fields[0], key="layer.0/v"),)
     there = msgspec.structs.replace(there, layout=replace(there.layout, fields=fields))
     judgements = Judgements(told=frozenset({"vllm"}))
-    reader = handshake_reader.ReplyReader(EndpointOptions(judgements=judgements), 0)
+    reader = reply_decoder.ReplyDecoder(EndpointOptions(judgements=judgements), 0)
     if joined:
         reader.join(joined)
     with pytest.raises(error, match=words):
-        reader.read(reply_at(1, encode(there)))
+        reader.decode(reply_at(1, encode(there)))
 
 
 # Memory, and how many are kept.

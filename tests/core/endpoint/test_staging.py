@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.core.driver_calls.driver_calls import DriverCalls
 from kvferry.core.endpoint import endpoint as endpoint_module
-from kvferry.core.endpoint.page_copies import RunningCopies
+from kvferry.core.endpoint.staging_copies import RunningCopies
 from kvferry.core.errors import Cause, CopyError, StaleError
 from kvferry.core.lifecycle.holds import Hold, HoldEnd, PageCopy, RequestId
 from kvferry.core.lifecycle.leased_holds import LeasedHolds

@@ -38,8 +38,8 @@ class HandshakeResult:
     """What this takes, see ``memory_of``."""
 
 
-class ReplyReader:
-    """Read the replies of producers for one rank; one thread may be in ``read`` at a time."""
+class ReplyDecoder:
+    """Decode the replies of producers for one rank; one thread may be in ``decode`` at a time."""
 
     def __init__(self, options: EndpointOptions, rank: int) -> None:
         self._options = options
@@ -49,16 +49,16 @@ class ReplyReader:
         self._warned: set[ProducerName] = set()
 
     def join(self, own: Sequence[RankPayload]) -> None:
-        """Set what this engine's ranks publish, in rank order; before any ``read``."""
+        """Set what this engine's ranks publish, in rank order; before any ``decode``."""
         self._planner = PlanCache([payload.layout for payload in own], self._rank)
-        self._own = tuple(own)  # set last: the thread that reads uses the rest once it is set
+        self._own = tuple(own)  # set last: the thread that decodes uses the rest once it is set
 
     @property
     def has_joined(self) -> bool:
         """Return whether ``join`` was called."""
         return bool(self._own)
 
-    def read(self, reply: EncodedReply) -> HandshakeResult:
+    def decode(self, reply: EncodedReply) -> HandshakeResult:
         """Decode and check a reply, which is untrusted, and plan the reads, within ``work_budget``.
 
         Raises ``HandshakeError`` if what the producer publishes is invalid, or does not fit this
