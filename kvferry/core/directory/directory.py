@@ -273,7 +273,7 @@ class Directory:
         return error or replace(reply, ranks=())
 
     def _watch(self, key: PeerKey, reply: EncodedReply) -> ConnectError | None:
-        """Ping a producer from now on; return why it cannot be."""
+        """Ping a producer, asked for by ``key``, from now on; return why it cannot be."""
         name, known = reply.name, self._producers.get(reply.name)
         if known is not None and known.key == key:
             return None

@@ -1,4 +1,4 @@
-"""What a rank reads of a producer's reply, which is untrusted, and how much memory that takes."""
+"""Decode producers' replies, which are untrusted, and plan the reads, within a memory budget."""
 
 from __future__ import annotations
 
