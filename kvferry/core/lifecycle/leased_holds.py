@@ -257,7 +257,7 @@ class LeasedHolds:
                 self.end(held.hold)
 
     def release(self, message: Release) -> ReleaseOutcome:
-        """Count a "done" or "abandon", at any time; those of all ranks of one engine end the hold."""
+        """Count a "done" or "abandon", at any time; those of an engine's ranks end the hold."""
         held = self._named(message)
         if held is None:
             is_ours = not message.abandoned and message.incarnation == self._incarnation

@@ -156,9 +156,7 @@ def assign_pieces(key: str, local: EngineHoldings, remote: EngineHoldings) -> li
     """
     _check_equal(key, local, remote)
     pieces = _assigned(key, local, remote)
-    _assigned(
-        key, remote, local
-    )  # only a check: raises for a part that only the remote engine holds
+    _assigned(key, remote, local)  # a check: raises for a part that only the remote engine has
     return pieces
 
 
