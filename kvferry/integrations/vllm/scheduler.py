@@ -16,7 +16,7 @@ from kvferry.core.lifecycle.rooms import Rooms
 from kvferry.core.side_channel.server import HandshakeServer
 from kvferry.integrations.vllm import compat_029, missing_hooks, staging
 from kvferry.integrations.vllm.adapter_checks import Adapters, lora_settings
-from kvferry.integrations.vllm.compatibility import endpoint_options
+from kvferry.integrations.vllm.agreement import endpoint_options
 from kvferry.integrations.vllm.consumer import Consumer
 from kvferry.integrations.vllm.engine_facts import engine_facts
 from kvferry.integrations.vllm.metadata import RankHandshake, RankReport, StepMetadata

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.core.errors import TicketError, TicketReason
-from kvferry.integrations.vllm.compatibility import truncated
+from kvferry.integrations.vllm.agreement import truncated
 
 MAX_CHARACTERS = 200
 """How many characters of a version a ticket has at most; longer ones end with a digest of all."""

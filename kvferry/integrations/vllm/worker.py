@@ -17,10 +17,10 @@ from kvferry.core.metrics import LoadRecord
 from kvferry.core.security import SecurityFiles
 from kvferry.integrations.vllm import checks, compat_029, host_pool
 from kvferry.integrations.vllm import config as configuration
+from kvferry.integrations.vllm.agreement import endpoint_options, rank_identity
 from kvferry.integrations.vllm.cache_groups import CacheGroup, cache_groups
 from kvferry.integrations.vllm.caches.cache_layout import describe
 from kvferry.integrations.vllm.caches.layer_facts import layer_facts
-from kvferry.integrations.vllm.compatibility import endpoint_options, rank_identity
 from kvferry.integrations.vllm.device import (
     check_has_streams,
     make_transport,

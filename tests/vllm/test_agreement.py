@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.core.security import Access
 from kvferry.integrations.vllm import versions
-from kvferry.integrations.vllm.compatibility import (
+from kvferry.integrations.vllm.agreement import (
     FACTS,
     MAX_CHARACTERS,
     compatibility_facts,
