@@ -76,6 +76,8 @@ def test_running_engine_on_either_side_gives_the_computed_plan(
         for sides in asked:
             found = plan.json(config, *sides)
             assert found["total"] == computed["total"]
+            key = found["reads"][0]["fields"][0]["keys"][0]
+            assert key.startswith("language_model.model.layers.")  # vLLM's name
             for name in ("prefill", "decode"):
                 placed = [[rank["coordinates"] for rank in it[name]] for it in (found, computed)]
                 assert placed[0] == placed[1]
