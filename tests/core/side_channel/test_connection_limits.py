@@ -108,6 +108,8 @@ def test_strangers_of_one_address_push_out_none_of_another(
         assert ping_is_answered(asking)
         slow = stack.enter_context(greet(connect(server)))
         many = [stack.enter_context(connect(server, "127.0.0.2")) for _ in range(6)]
+        for each in many:
+            each.settimeout(20.0)  # after 30 s, a silent one is closed anyhow
         assert all(map(is_closed, many[:4]))
         assert ping_is_answered(slow)
         assert ping_is_answered(asking)
