@@ -129,7 +129,7 @@ class Pull:
     """The figures of the load, of the ranks that have reported them."""
 
     @property
-    def name(self) -> RequestId:
+    def request_id(self) -> RequestId:
         """The id that vLLM gives the request."""
         return RequestId(self.request.request_id)
 
@@ -152,7 +152,7 @@ class Consumer:
     ) -> None:
         self._facts = facts
         self._groups = facts.groups
-        self._checks = TicketAdmission(facts)
+        self._admission = TicketAdmission(facts)
         self._directory = directory
         self._follower = follower
         # Those whose rooms are followed, how many these are of each room, and what is left of
@@ -189,29 +189,29 @@ class Consumer:
             self._end(earlier)
         params = request.kv_transfer_params or {}
         try:
-            if self._checks.is_turn(request):
+            if self._admission.is_turn(request):
                 self._begin_turn(request)
             elif params.get("do_remote_prefill") and names_room(params):
                 self._follow(request)
             elif params.get("do_remote_prefill"):
-                self._accept(request, self._checks.admit(request))
+                self._accept(request, self._admission.admit(request))
         except TicketError as error:
             self._refuse(request, error)
 
     def _follow(self, request: Request) -> None:
         """Follow a request's room until ``_unfollow``, or raise ``TicketError``."""
-        name, producer = self._checks.admit_room(request)
+        name, producer = self._admission.admit_room(request)
         room = room_id(name, whole_prompt_digest(request))
         pull = Pull(request=request, stage=PullStage.FOLLOWED, room=room, producer=producer)
-        self._pulls[pull.name] = self._followed[pull.name] = pull
+        self._pulls[pull.request_id] = self._followed[pull.request_id] = pull
         self._rooms[room] += 1
-        self._follower.follow(pull.name, room, producer)
+        self._follower.follow(pull.request_id, room, producer)
 
     def _unfollow(self, pull: Pull) -> None:
         """Follow a request's room no longer; ignored if it is not followed."""
-        if self._followed.pop(pull.name, None) is None:
+        if self._followed.pop(pull.request_id, None) is None:
             return
-        self._follower.end(pull.name)
+        self._follower.end(pull.request_id)
         self._early_blocks += pull.blocks
         self._rooms[pull.room] -= 1
         if not self._rooms[pull.room]:
@@ -219,7 +219,7 @@ class Consumer:
 
     def _begin_turn(self, request: Request) -> None:
         """Use the ticket of a conversation as far as the prompt has its tokens."""
-        ticket, common = self._checks.admit_turn(request)
+        ticket, common = self._admission.admit_turn(request)
         if common < ticket.tokens:
             self._facts.metrics.add(EDITED_HISTORIES)
         if common:
@@ -228,10 +228,10 @@ class Consumer:
     def _accept(self, request: Request, ticket: Ticket) -> Pull:
         """Record that a request waits for blocks, to load from the hold of its ticket."""
         pull = Pull(request=request, stage=PullStage.READY, ticket=ticket, covered=ticket.tokens)
-        self._pulls[pull.name] = pull
-        self._users.add(pull.name, ticket)
+        self._pulls[pull.request_id] = pull
+        self._users.add(pull.request_id, ticket)
         self._messages.prepare.append(ticket)
-        self._directory.begin(pull.name, ticket)
+        self._directory.begin(pull.request_id, ticket)
         return pull
 
     def _refuse(self, request: Request, error: KVFerryError) -> None:
@@ -239,7 +239,7 @@ class Consumer:
 
         The request's load will be reported as failed. A turn of a conversation loads nothing.
         """
-        is_turn = self._checks.is_turn(request)
+        is_turn = self._admission.is_turn(request)
         if isinstance(error, TicketError):
             self._facts.metrics.add(REFUSED, reason=error.reason.value)
         else:
@@ -247,7 +247,7 @@ class Consumer:
         _log_refusal(request, error, is_turn=is_turn)
         if not is_turn:
             pull = Pull(request=request, stage=PullStage.REFUSED, why=str(error))
-            self._pulls[pull.name] = pull
+            self._pulls[pull.request_id] = pull
 
     def num_matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens of a request, beyond the ``computed`` ones, are to be loaded.
@@ -266,24 +266,24 @@ class Consumer:
             return 0
         if pull.stage is PullStage.FOLLOWED and pull.covered is None:
             return None
-        whole = self._checks.tokens_to_have(request, pull.covered)
+        whole = self._admission.tokens_to_have(request, pull.covered)
         tokens = max(0, whole - computed)
         if tokens and self._waits(pull, whole, tokens):
             return None
-        least = self._facts.config.kv_recompute_threshold if self._checks.is_turn(request) else 0
+        least = self._facts.config.kv_recompute_threshold if self._admission.is_turn(request) else 0
         return tokens if tokens >= least else 0
 
     def _waits(self, pull: Pull, whole: int, tokens: int) -> bool:
         """Return whether a request that could load so many tokens must wait, and gets no blocks."""
         if pull.stage is PullStage.FOLLOWED:
             # Of several that name a room, only the last may end the hold.
-            is_alone = self._rooms[pull.room] == 1 and not is_sample(pull.name)
+            is_alone = self._rooms[pull.room] == 1 and not is_sample(pull.request_id)
             fits = num_blocks(self._groups, tokens) <= self._early_blocks
             return self._facts.is_staged or not (is_alone and fits)
         if pull.stage is not PullStage.READY:
             return False
         try:
-            return self.pages.waits(pull.name, whole)
+            return self.pages.waits(pull.request_id, whole)
         except NoHostPagesError as error:
             self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
             return False
@@ -307,10 +307,10 @@ class Consumer:
 
     def _take_news(self, pull: Pull) -> None:
         """Act on what the engine that prefills a request has said since the last call."""
-        news = self._follower.news(pull.name)
+        news = self._follower.news(pull.request_id)
         if isinstance(news, RoomNews) and news.part:
             try:
-                part = self._checks.admit_part(pull.request, news, pull.producer, pull.covered)
+                part = self._admission.admit_part(pull.request, news, pull.producer, pull.covered)
             except TicketError as error:
                 news = error
             else:
@@ -324,18 +324,18 @@ class Consumer:
     def _take_part(self, pull: Pull, part: Part) -> None:
         """Use a newer part of a request's ticket, or the ticket."""
         if pull.stage is PullStage.LOADING:
-            self._messages.parts[pull.name] = part
+            self._messages.parts[pull.request_id] = part
             pull.ticket = part.ticket
             if part.is_last:  # So that requests which come with the same ticket know of this load.
-                self._users.add(pull.name, part.ticket)
-                self._users.order(pull.name)
+                self._users.add(pull.request_id, part.ticket)
+                self._users.order(pull.request_id)
         elif part.is_last:
             accepted = self._accept(pull.request, part.ticket)
             if pull.stage is PullStage.UNUSED:  # it was accepted only to be given back
                 self._give_back(accepted)
         elif pull.stage is PullStage.FOLLOWED:
             pull.ticket, pull.covered = part.ticket, part.total
-            self._directory.begin(pull.name, part.ticket)
+            self._directory.begin(pull.request_id, part.ticket)
 
     def _give_up(self, pull: Pull, error: KVFerryError) -> None:
         """Have a request fail whose ticket will not come, or whose part of it is refused."""
@@ -375,14 +375,14 @@ class Consumer:
 
     def _begin_load(self, pull: Pull, ticket: Ticket, blocks: KVCacheBlocks, external: int) -> None:
         """Queue the load that fills a request's blocks with so many tokens."""
-        whole = self._checks.tokens_to_have(pull.request, pull.covered)
+        whole = self._admission.tokens_to_have(pull.request, pull.covered)
         wanted = [group.consumer_pages(blocks.blocks[group.index], whole) for group in self._groups]
         lists = [pages.ids for _, pages in wanted]
         try:
-            placed, copy = self.pages.place(pull.name, lists, external)
+            placed, copy = self.pages.place(pull.request_id, lists, external)
         except NoHostPagesError as error:
             self._refuse_accepted(pull, TicketError(str(error), reason=TicketReason.HOST_PAGES))
-            self._fail(self._pulls[pull.name])
+            self._fail(self._pulls[pull.request_id])
             return
         pull.tokens, pull.begun = external, time.time()
         pull.is_early = pull.stage is PullStage.FOLLOWED
@@ -391,20 +391,20 @@ class Consumer:
             self._early_blocks -= pull.blocks
         self._messages.loads.append(
             Load(
-                request=pull.name,
+                request=pull.request_id,
                 ticket=ticket,
                 ranges=tuple(tokens for tokens, _ in wanted),
                 local=tuple(
                     pages if ids is pages.ids else replace(pages, ids=np.array(ids, np.int64))
                     for ids, (_, pages) in zip(placed, wanted, strict=True)
                 ),
-                shared=not pull.is_early and self._order(pull.name),
+                shared=not pull.is_early and self._order(pull.request_id),
                 is_early=pull.is_early,
                 copy=copy,
             )
         )
         if pull.request.lora_request is not None:
-            self._adapted[pull.name] = pull.request
+            self._adapted[pull.request_id] = pull.request
         pull.stage = PullStage.LOADING
 
     def _order(self, name: RequestId) -> bool:
@@ -414,12 +414,12 @@ class Consumer:
     def _fail(self, pull: Pull) -> None:
         """Have the workers report that a request's blocks were not filled."""
         pull.stage = PullStage.FAILING
-        self._messages.refused.append((pull.name, pull.why))
+        self._messages.refused.append((pull.request_id, pull.why))
 
     def _abort(self, pull: Pull) -> None:
         """Have the workers end a load, which they report when no byte can land any more."""
         self._unfollow(pull)
-        self._messages.aborted.append(pull.name)
+        self._messages.aborted.append(pull.request_id)
 
     def abort_loads(self) -> None:
         """Have all loads fail that are under way, because vLLM clears its caches."""
@@ -488,7 +488,7 @@ class Consumer:
             # orders, some before they hear of the next load. Only a load that all ranks have
             # reported counts as over: no rank reads for it any more when "done" is sent.
             if pull.stage is PullStage.LOADING:
-                self.pages.give_back(pull.name)
+                self.pages.give_back(pull.request_id)
                 self._end(pull, is_loaded=request_id not in failed)
             elif pull.stage is PullStage.FAILING:
                 self._end(pull)
@@ -496,12 +496,12 @@ class Consumer:
     def _give_back(self, pull: Pull) -> None:
         """End a pull with a ticket that loads nothing: the producer may free the pages."""
         if pull.ticket is not None:
-            self._release(pull.name, pull.ticket, shared=self._order(pull.name))
+            self._release(pull.request_id, pull.ticket, shared=self._order(pull.request_id))
         self._end(pull)
 
     def _end(self, pull: Pull, *, is_loaded: bool = False) -> None:
         """End a request's pull, and tell everybody who knows of it; the only way out."""
-        name = pull.name
+        name = pull.request_id
         self._users.over(name, loaded=is_loaded)
         self._directory.end(name)
         self._unfollow(pull)
@@ -530,10 +530,10 @@ class Consumer:
     def _report(self, pull: Pull, *, is_loaded: bool) -> None:
         """Count and log a load that is over, and remember what it means for the request."""
         if not pull.is_aborted:
-            self._loaded.add(pull.name)
+            self._loaded.add(pull.request_id)
             tokens = pull.record.first_tokens if is_loaded and pull.record else ()
-            if tokens and self._prefix_cache.keep_out(pull.name, tokens):
-                self._first_tokens[pull.name] = tuple(tokens)
+            if tokens and self._prefix_cache.keep_out(pull.request_id, tokens):
+                self._first_tokens[pull.request_id] = tuple(tokens)
         metrics = self._facts.metrics
         metrics.add(LOADS if is_loaded else FAILED)
         if is_loaded:

@@ -55,7 +55,7 @@ class RequestReports:
         if ticket is None:
             return
         attributes: dict[str, str | int] = {
-            "request": pull.name,
+            "request": pull.request_id,
             "prefill_request": ticket.request,
             "prefill_engine": ticket.engine,
             "tokens": pull.tokens,
@@ -70,7 +70,7 @@ class RequestReports:
             "request %s (here %s): loaded %d tokens, %.1f MiB%s, from %s: waited %.1f ms, read in "
             "%.1f ms",
             on_one_line(ticket.request),
-            on_one_line(pull.name),
+            on_one_line(pull.request_id),
             pull.tokens,
             record.nbytes / (1 << 20),
             f" ({record.early_nbytes / (1 << 20):.1f} early)" if pull.is_early else "",
