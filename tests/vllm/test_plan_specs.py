@@ -140,9 +140,9 @@ def caches(model: Model) -> dict[str, list[list[Any]]]:
     """Return what ``vllm_specs.py`` prints of a model."""
     found: dict[int, list[list[Any]]] = {}
     for n, window in model.windows.items():
-        kind = "latent" if model.latent else "full"
-        if window:
-            kind = "chunks" if model.in_chunks else "window"
+        plain = "latent" if model.latent else "full"
+        reach = "chunks" if model.in_chunks else "window"
+        kind = reach if window else plain
         found.setdefault(n, []).append([kind, window, model.kv_heads * model.entry_bytes])
     for n in model.indexed:
         found[n].append(["index", 0, model.index_bytes])
