@@ -78,9 +78,8 @@ class Legs:
         return [c.text if c.finish_reason == "length" else "" for c in completions]
 
     def wait_begun(self) -> None:
-        """Wait until decode has begun to load the first prompt."""
-        waits = "WAITING_FOR_REMOTE_KVS"
-        eventually(lambda: self.decode.run(probes.status, self.here[0]) == waits)
+        """Wait until decode has begun to load the first prompt, or is already through."""
+        eventually(lambda: self.decode.run(probes.status, self.here[0]) != "WAITING")
 
 
 def hand_over_early(prefill: Engine, decode: Engine, *prompts: Prompt, **options: Any) -> list[str]:
