@@ -34,6 +34,7 @@ from kvferry.core.errors import (
     TicketError,
     TicketReason,
     TransferCancelledError,
+    TransportError,
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.lifecycle.load_machine import Action, LoadAction, LoadId, LoadMachine
@@ -421,9 +422,14 @@ class LoadManager:
     # What reads say of connections.
 
     def _on_read_failed(self, read: Read, error: KVFerryError) -> None:
-        """Close a connection that an error shows as lost."""
+        """Close a connection that an error shows as lost; after others, have it connected again."""
         if isinstance(error, PeerLostError):
             self._close_connection(read.connection, error)
+        elif isinstance(error, TransportError) and not isinstance(error, TransferCancelledError):
+            # Whoever publishes an honest transport's address with other regions spoils what this
+            # side knows of it, until its owner's address is connected to again.
+            for peer in self.peers.using(read.connection):
+                self.peers.replace(peer)
 
     def _on_read_failing(self, read: Read, error: KVFerryError) -> None:
         """Fail the loads of a read that will fail; close its connection if only that ends it."""

@@ -301,8 +301,9 @@ class Peers:
         if producer is not None and producer.watched == key:
             waiters += producer.waiting
             producer.waiting = []
-            if producer.connected is not None and error is not None:
-                self._lost(producer.connected, error)
+            for peer in [each for each in self._connected if each.name == producer.name]:
+                if error is not None:
+                    self._lost(peer, error)
             self._drop(producer)
         for waiter in waiters:
             if error is None or waiter.ticket.incarnation != incarnation:
@@ -476,6 +477,14 @@ class Peers:
         producer = self._producers.get(peer.name)
         if not peer.uses and (producer is None or producer.peer is not peer):
             self.give_up(peer)  # the directory has let it go meanwhile
+
+    def replace(self, peer: Peer) -> None:
+        """Have new loads connect to a peer again; those that use it go on."""
+        producer = self._producers.get(peer.name)
+        if producer is not None and producer.connected is peer:
+            producer.peer = None
+            if not peer.uses:
+                self.give_up(peer)
 
     def give_up(self, peer: Peer, error: KVFerryError | None = None) -> None:
         """End a peer's connections that no other uses, and their transfers.

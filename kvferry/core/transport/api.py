@@ -25,9 +25,10 @@ reuses them as soon as the call has returned: a driver that needs them longer co
 ``TransportUnsupportedError``), and then nothing has started. The outcome of a transfer is a value
 that ``poll`` returns, never an exception. A driver maps its library's errors in one place, with
 ``raise ... from exc``. ``PeerLostError`` says that a connection is of no use any more, and has the
-caller connect anew; after any other error of a transfer, the caller uses the connection on, unless
-only ``disconnect`` ends that transfer (``Quiescence.AFTER_DISCONNECT``). After ``close``, every
-method but ``close`` raises ``TransportUsageError``; properties and ``path`` still answer.
+caller disconnect; after any other error of a transfer, the caller calls ``connect`` again, for the
+same id, unless only ``disconnect`` ends that transfer (``Quiescence.AFTER_DISCONNECT``). After
+``close``, every method but ``close`` raises ``TransportUsageError``; properties and ``path`` still
+answer.
 ``read_pages`` without the capability raises ``TransportUnsupportedError``, before and after
 ``close``.
 

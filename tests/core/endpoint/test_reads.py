@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from kvferry.core.endpoint import EndpointOptions
@@ -15,6 +16,8 @@ from kvferry.core.errors import (
 )
 from kvferry.core.lifecycle.holds import RequestId
 from kvferry.core.transport import Quiescence, Status
+from kvferry.core.transport.registry import create
+from kvferry.drivers.loopback import address as loopback
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import (
     DIM,
@@ -169,7 +172,19 @@ def test_a_read_that_fails_alone_costs_no_other_load_of_its_connection(
         start_reads(prefill, decode, driver, 3)
         driver.statuses.update({0: DONE, 2: DONE})
         assert outcomes(decode, 1, 3) == [None, None]
-        assert len(driver.connected) == 1
+        assert driver.disconnected == set()
+
+
+def test_regions_that_another_spoilt_are_brought_back_after_a_failed_read(prefill: Engine) -> None:
+    """By an address of the producer's transport, with no regions."""
+    transport = create("loopback")
+    with Engine("decode", transport=lambda: transport) as decode:
+        assert decode.load("d-1", prefill.serve("p-1", [1], TOKENS), [1]) is None
+        genuine = loopback.decode(prefill.endpoint.payload.address)
+        transport.connect(loopback.encode(msgspec.structs.replace(genuine, regions=[])))
+        spoilt = decode.load("d-2", prefill.serve("p-2", [2], TOKENS), [2])
+        assert "not among the 0 regions" in str(spoilt)
+        assert decode.load("d-3", prefill.serve("p-3", [3], TOKENS), [3]) is None
 
 
 # Engines that publish the same transport address.
