@@ -13,6 +13,7 @@ import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
@@ -40,13 +41,15 @@ ORDERS = ("HND", "NHD")  # orders within a page, by the outermost: heads, or tok
 BLOCK_LIMIT = 1024  # largest number of tokens in a page
 PREFILL, DECODE, UNLIKE_DECODE = "2/HND/16", "HND/16", "NHD/32"
 """The engines that are used if none is given."""
+COPIES_IN_MEMORY = 3
+"""Number of buffers of the cache's size: prefill's, decode's, and the target of local copies."""
 COPY_ROUNDS = 3
 
 _SHAPE = re.compile(r"([0-9]{1,4})/(HND|NHD)/([0-9]{1,4})", re.IGNORECASE)
 
 
 class DemoError(KVFerryError):
-    """A shape cannot be read, or a load failed; the message says why."""
+    """A shape cannot be read, memory lacks, or a load failed; the message says why."""
 
 
 class Request(NamedTuple):
@@ -106,8 +109,21 @@ def run(*, megabytes: int, driver: str, prefill: str | None, decode: str | None)
     logging.getLogger("kvferry").addHandler(logging.NullHandler())
     decodes = (DECODE, UNLIKE_DECODE) if prefill is None and decode is None else (decode or DECODE,)
     source, shapes = shape_of(prefill or PREFILL), [shape_of(text, tp=1) for text in decodes]
+    _check_memory(megabytes * 10**6)
     requests = requests_of(megabytes * 10**6)
     return max(_run(console, driver, requests, source, shape) for shape in shapes)
+
+
+def _check_memory(nbytes: int) -> None:
+    needed = nbytes * COPIES_IN_MEMORY
+    # What the kernel counts as available includes caches that it can give up.
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    if needed > available:
+        raise DemoError(
+            f"the demo would need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
+            f"are available: choose --megabytes below {available // COPIES_IN_MEMORY // 10**6}"
+        )
 
 
 def _run(

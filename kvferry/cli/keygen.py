@@ -76,11 +76,19 @@ def _contents(folder: Path, engines: Sequence[str]) -> dict[Path, str]:
 
 
 def _write_all(contents: Mapping[Path, str]) -> None:
-    for path, text in contents.items():
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, ONLY_OWNER)
-        with os.fdopen(opened, "w") as file:
-            os.fchmod(opened, ONLY_OWNER)
-            file.write(text)
+    """Write all files; if one cannot be written, remove those that were written before."""
+    written: list[Path] = []
+    try:
+        for path, text in contents.items():
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, ONLY_OWNER)
+            written.append(path)
+            with os.fdopen(opened, "w") as file:
+                os.fchmod(opened, ONLY_OWNER)
+                file.write(text)
+    except OSError:
+        for path in written:
+            path.unlink()
+        raise
 
 
 def _instructions(folder: Path, engine: str) -> str:

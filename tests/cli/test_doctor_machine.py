@@ -268,6 +268,10 @@ def test_findings_are_about_what_is_there(
         nic(tmp_path, "mlx5_0", f"pci0000:15/0000:15:05.0/{NIC_A}")
         expected = expected | (DIRECT_FINDINGS if cuda else set())
     environment = {hardware.MAPPING: f"{GPU_A}={NIC_A}"} if cuda else {}
-    found = hardware.hardware(Machine(cuda, environment, tmp_path), has_vllm=False)
+    machine = Machine(cuda, environment, tmp_path)
+    found = [
+        *hardware.nics_and_memory(machine),
+        *hardware.hardware(machine, has_vllm=False),
+    ]
     binding = {"NIC of each GPU"} if cuda else set()
     assert {one.name for one in found} == ALWAYS | expected | binding

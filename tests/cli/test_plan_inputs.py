@@ -126,7 +126,7 @@ def test_refusals_are_errors_of_the_command(plan: PlanCommand) -> None:
     for model, settings, said in (
         ({"a": 1}, "tp=1", "has no 'num_hidden_layers', which the size of a cache"),
         (TINY, "tq=2", "kvferry: --decode: 'tq=2': Object contains unknown field"),
-        (TINY, "tp=3", "kvferry: tp=3 and 4 KV heads: one of the two must divide the other"),
+        (TINY, "tp=3", "kvferry: tp=3 does not divide the 8 attention heads"),
         (SMALL_STATES, "kernel_block=12,block_size=24", "kvferry: --decode: kernel_block=12 does"),
         (TINY, "nowhere.json", "nowhere.json cannot be read: No such file"),
         (None, "tp=1", "name the model's config.json first"),

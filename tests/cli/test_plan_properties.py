@@ -37,6 +37,7 @@ def models(draw: st.DrawFn) -> Model:
     return Model(
         layers=layers,
         windows={layer: draw(windows) for layer in range(layers)},
+        attention_heads=24,
         kv_heads=1 if latent else draw(st.sampled_from([1, 2, 3, 6, 12])),
         parts={"latent": 6} if latent else {"k": 4, "v": 4},
         dtype="float16",

@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvferry.cli.doctor.finding import Check, Finding
@@ -40,14 +41,13 @@ DISTANCES = (
 
 
 def hardware(machine: Machine, *, has_vllm: bool) -> Iterator[Finding]:
-    """Yield the findings about GPUs, NICs and memory."""
+    """Yield the findings about GPUs, and NICs beside them."""
     yield gpu(machine)
     if machine.nvidia:
         yield ipc(machine)
         yield from mig(machine)
         yield imex(machine)
         yield cache_order(machine, has_vllm=has_vllm)
-    yield rdma(machine)
     if machine.nvidia and machine.nics:
         yield direct(machine)
         yield near(machine)
@@ -55,6 +55,11 @@ def hardware(machine: Machine, *, has_vllm: bool) -> Iterator[Finding]:
         yield visibility(machine)
     if machine.variable(MAPPING):
         yield binding(machine)
+
+
+def nics_and_memory(machine: Machine) -> Iterator[Finding]:
+    """Yield the findings about NICs and memory, for which only files are read."""
+    yield rdma(machine)
     yield locked_memory(rdma=bool(machine.nics))
     yield shared_memory()
 
@@ -83,8 +88,9 @@ def ipc(machine: Machine) -> Finding:
 
     Legacy handles of CUDA IPC are only valid within a PID namespace (UCX's ``cuda_ipc_iface.c``).
     """
-    if os.readlink(machine.root / "proc/self/ns/pid") == FIRST_PID_NAMESPACE:
-        return IPC.ok("this process is in the host's PID namespace, which engines must share")
+    with suppress(OSError):
+        if os.readlink(machine.root / "proc/self/ns/pid") == FIRST_PID_NAMESPACE:
+            return IPC.ok("this process is in the host's PID namespace, which engines must share")
     return IPC.warn(
         "this process is in a PID namespace of a container: to engines of other containers on this "
         "host, bytes go without NVLink, and by tcp if there is no RDMA",

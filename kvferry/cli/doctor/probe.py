@@ -21,7 +21,7 @@ import numpy as np
 
 from kvferry.cli.doctor import software
 from kvferry.cli.doctor.finding import Check, Finding, FindingLevel
-from kvferry.cli.doctor.hardware import hardware
+from kvferry.cli.doctor.hardware import hardware, nics_and_memory
 from kvferry.cli.doctor.machine import CudaGpu, Machine
 from kvferry.core.errors import DriverError, TransportError
 from kvferry.core.side_channel.sockets import own_address
@@ -77,8 +77,7 @@ def findings(pid: int, address: int, word: int) -> Iterator[Finding]:
     yield reached(LOOPBACK, "the default of side_channel_host: only engines on this host reach it")
     if own := own_address():
         yield reached(own, "for engines on several hosts, set side_channel_host to it")
-    machine = Machine(gpus(find_cuda()))
-    yield from hardware(machine, has_vllm=software.has_vllm())
+    yield from nics_and_memory(Machine([]))
     drivers: list[Finding] = []
     owners: dict[str, str] = {}
     for info in installed():
@@ -87,6 +86,8 @@ def findings(pid: int, address: int, word: int) -> Iterator[Finding]:
         owners = dict.fromkeys(map(str, dlopen.mapped("libucp")), info.name) | owners
     if not any(one.verdict is FindingLevel.OK for one in drivers):
         yield Check("drivers").bad("none of them works here", "follow one of the remedies above")
+    machine = Machine(gpus(find_cuda()))
+    yield from hardware(machine, has_vllm=software.has_vllm())
     for path, driver in owners.items():
         yield _ucx(path, driver, machine)
 

@@ -209,6 +209,8 @@ def fit_states(model: Model, settings: PlanSettings) -> PlanSettings:
 def check_spread(model: Model, settings: PlanSettings) -> None:
     """Refuse settings with more ranks than a model can be distributed over."""
     tp, heads, state = settings.tp, model.kv_heads, model.state
+    if model.attention_heads % tp:
+        raise EngineError(f"tp={tp} does not divide the {model.attention_heads} attention heads")
     if state is not None:
         parts = [("heads", state.heads)]
         parts += [(f"units of {it.name}", it.units) for it in state.channels if it.units > 1]

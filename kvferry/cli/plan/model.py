@@ -107,6 +107,7 @@ class Model:
     Attributes:
         windows: Sliding window in tokens (0: none) of each layer with a cache of attention.
         in_chunks: Whether these are the sizes of chunks, as of Llama 4, instead.
+        attention_heads: Number of query heads.
         kv_heads: Number of KV heads; 1 if an entry is a latent (MLA), which every rank stores.
         parts: Parts of an entry (one head of one token) in order: name to number of elements.
         indexed: The layers that have an index beside their latents.
@@ -118,6 +119,7 @@ class Model:
     layers: int
     windows: Mapping[int, int]
     in_chunks: bool = False
+    attention_heads: int
     kv_heads: int
     parts: Mapping[str, int]
     dtype: str
@@ -272,6 +274,7 @@ def _model(given: dict[str, Any], dtype: str | None) -> Model:
         layers=layers,
         windows=windows,
         in_chunks=in_chunks,
+        attention_heads=heads,
         kv_heads=1 if latent or multi_query else keys.optional("num_key_value_heads", heads),
         parts=parts,
         dtype=element,

@@ -24,6 +24,8 @@ from kvferry.core.side_channel_messages import RoomNews
 
 MAX_PRODUCERS = 1 << 8
 """The most producers whose rooms are followed at once."""
+MAX_AT_HOST = MAX_PRODUCERS // 2
+"""The most of these at one host."""
 MAX_REQUESTS = 1 << 10
 """The most requests whose rooms are followed at once."""
 
@@ -155,19 +157,22 @@ class RoomFollower:
     def _make_way_for_producer(self, key: PeerKey) -> None:
         """Let one producer go if there are too many, or raise ``HandshakeError``."""
         # An idle one goes; else, of the host with most, the oldest of those that never answered.
-        if len(self._producers) < MAX_PRODUCERS:
+        at_host = [each for each in self._producers if each.host == key.host]
+        is_crowded = len(at_host) >= MAX_AT_HOST
+        if not is_crowded and len(self._producers) < MAX_PRODUCERS:
             return
-        idle = [each for each, producer in self._producers.items() if not producer.requests]
-        silent = [each for each in self._producers if not self._inbox.answered.get(each)]
-        at = Counter(each.host for each in silent or self._producers)
-        [(host, most)] = at.most_common(1)
-        if not idle and not silent and at[key.host] >= most:
+        among = at_host if is_crowded else list(self._producers)
+        idle = [each for each in among if not self._producers[each].requests]
+        silent = [each for each in among if not self._inbox.answered.get(each)]
+        if not idle and not silent:
+            where = f" at {key.host}" if is_crowded else ""
             raise HandshakeError(
-                f"requests of {MAX_PRODUCERS} prefill engines wait here, which is the most, "
-                f"{at[key.host]} of them at {key.host}: use more decode engines"
+                f"requests of {len(among)} prefill engines{where} wait here, which is the most: "
+                "use more decode engines"
             )
-        here = [each for each in silent or self._producers if each.host == host]
-        producer = self._producers.pop((idle or here)[0])
+        at = Counter(each.host for each in silent)
+        silent.sort(key=lambda each: -at[each.host])
+        producer = self._producers.pop((idle or silent)[0])
         self._inbox.fail(producer.requests.values(), _crowded_out(producer.key))
         producer.end()
 
@@ -178,10 +183,10 @@ class RoomFollower:
 
 def _crowded_out(key: PeerKey) -> HandshakeError:
     return HandshakeError(
-        f"engine {key.engine!r} at {port_at(key.host, key.port)} makes way for another: requests "
-        f"of {MAX_PRODUCERS} prefill engines wait here, which is the most. Look whether a side "
-        "channel of kvferry listens wherever the router's remote_bootstrap_addr says, and with "
-        "that remote_engine_id, or use more decode engines"
+        f"engine {key.engine!r} at {port_at(key.host, key.port)} has never answered, and makes way "
+        f"for another: at most {MAX_PRODUCERS} prefill engines, {MAX_AT_HOST} of them at one host, "
+        "are asked for requests that wait here. Look whether a side channel of kvferry listens "
+        "wherever the router's remote_bootstrap_addr says, and with that remote_engine_id"
     )
 
 

@@ -429,7 +429,7 @@ class LoadManager:
             # Whoever publishes an honest transport's address with other regions spoils what this
             # side knows of it, until its owner's address is connected to again.
             for peer in self.peers.using(read.connection):
-                self.peers.replace(peer)
+                self.peers.replace(peer, read.begun)
 
     def _on_read_failing(self, read: Read, error: KVFerryError) -> None:
         """Fail the loads of a read that will fail; close its connection if only that ends it."""

@@ -78,6 +78,7 @@ class Peer:
     name: ProducerName
     handshake: HandshakeResult = field(repr=False)
     last_used: float
+    made: float = field(default_factory=time.perf_counter)
     payloads: tuple[RankPayload, ...] = field(init=False, repr=False)
     ticket_key: bytes = field(init=False, repr=False)
     sources: dict[int, Source] = field(init=False, repr=False)
@@ -447,7 +448,12 @@ class Peers:
         """Let idle producers go, least recently used first, for one that was read; count it."""
         self._memory.add(handshake.memory)
         wanted.handshake = handshake
-        idle = [each for each in self._producers.values() if each.is_idle and each is not wanted]
+        used = {peer.name for peer in self._connected if peer.uses}  # maybe replaced ones
+        idle = [
+            each
+            for each in self._producers.values()
+            if each.is_idle and each is not wanted and each.name not in used
+        ]
         for each in sorted(idle, key=lambda one: one.peer.last_used if one.peer else 0.0):
             if self._memory.nbytes <= MAX_KEPT_BYTES:
                 break
@@ -478,10 +484,13 @@ class Peers:
         if not peer.uses and (producer is None or producer.peer is not peer):
             self.give_up(peer)  # the directory has let it go meanwhile
 
-    def replace(self, peer: Peer) -> None:
-        """Have new loads connect to a peer again; those that use it go on."""
+    def replace(self, peer: Peer, since: float) -> None:
+        """Have new loads connect again to a peer that was made before a read began, ``since``.
+
+        Those that use it go on.
+        """
         producer = self._producers.get(peer.name)
-        if producer is not None and producer.connected is peer:
+        if producer is not None and producer.connected is peer and peer.made <= since:
             producer.peer = None
             if not peer.uses:
                 self.give_up(peer)
@@ -527,7 +536,7 @@ class Peers:
         self._set_gauges()
 
     def _set_gauges(self) -> None:
-        self._metrics.set(PEERS_UP, len(self._connected))
+        self._metrics.set(PEERS_UP, len({peer.name for peer in self._connected}))
         self._metrics.set(PEERS_DOWN, len(self._down))
 
     def using(self, connection: PeerId) -> list[Peer]:

@@ -91,6 +91,7 @@ class Adapters:
         self._ended: dict[str, _Follower] = {}
         # The content of each adapter's last load, by vLLM's number of the adapter and by rank.
         self._loaded = LRUCache[dict[int, bytes]](MAX_ADAPTERS)
+        self._newest = 0  # the highest number of an adapter that was loaded
         # The content that vLLM may have computed cached blocks with, by its key for blocks;
         # ``UNKNOWN`` if there were several.
         self._used = LRUCache[bytes](MAX_ADAPTERS)
@@ -167,6 +168,7 @@ class Adapters:
         for load in report.loads:
             ranks = self._loaded.get(load.adapter) or {}
             self._loaded.put(load.adapter, ranks | {load.rank: load.content})
+            self._newest = max(self._newest, load.adapter)
             self._use((load.name, load.path), [load.content])
             if load.content != UNKNOWN:
                 self._contents.learn(load.path, load.version, load.content)
@@ -210,7 +212,9 @@ class Adapters:
             )
         lora, path = follower.lora, follower.lora.lora_path
         content, loads = self._current(follower), self._last_loads(lora)
-        if len(self._loaded) == MAX_ADAPTERS and not loads:
+        # vLLM's numbers ascend, so a higher one was never loaded.
+        may_be_forgotten = len(self._loaded) == MAX_ADAPTERS and lora.lora_int_id <= self._newest
+        if may_be_forgotten and not loads:
             raise AdapterError(
                 f"more than {MAX_ADAPTERS} adapters were loaded, and the connector may have "
                 "forgotten the load of this one: unload the adapter, and load it again"

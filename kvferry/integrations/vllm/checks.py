@@ -59,10 +59,19 @@ def _refuse(problems: Iterable[str], beginning: str = "") -> None:
 # At launch.
 
 
+def launches_here(parallel: ParallelConfig) -> bool:
+    """Return whether a launch starts engines or workers on this host, as far as is known before.
+
+    ``False`` for a front end whose engines are all elsewhere, and with Ray, which places them.
+    """
+    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
+    return "ray" not in placed_by and parallel.data_parallel_size_local != 0
+
+
 def check_launch(vllm_config: VllmConfig) -> None:
     """Refuse an engine that cannot work with the connector, as far as its configuration shows."""
-    transfer, here = vllm_config.kv_transfer_config, engines_here(vllm_config.parallel_config)
-    of_settings = setting_problems if here else configuration.problems
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    of_settings = setting_problems if launches_here(parallel) else configuration.problems
     own_parts = own_transfers(transfer)
     _refuse(problem for own in own_parts for problem in of_settings(extra_of(own)))
     for own in own_parts:
@@ -70,7 +79,7 @@ def check_launch(vllm_config: VllmConfig) -> None:
         if own != as_mapping(transfer):
             engine.kv_transfer_config = type(transfer)(**own)
         check_engine(engine, transfer)
-        _refuse(address_problems(configuration.parse(extra_of(own)), here))
+        _refuse(address_problems(configuration.parse(extra_of(own)), engines_here(parallel)))
 
 
 def setting_problems(extra: Mapping[str, Any]) -> Iterator[str]:
@@ -103,9 +112,8 @@ def engines_here(parallel: ParallelConfig) -> range:
     Empty in processes that another process of vLLM has started: the engine may listen already. Also
     empty with Ray, which places engines, and on a host that has only workers.
     """
-    placed_by = parallel.data_parallel_backend, parallel.distributed_executor_backend
     is_child = multiprocessing.parent_process() is not None
-    if is_child or "ray" in placed_by or parallel.node_rank_within_dp > 0:
+    if is_child or not launches_here(parallel) or parallel.node_rank_within_dp > 0:
         return range(0)
     first = parallel.data_parallel_index
     return range(first, first + parallel.data_parallel_size_local)

@@ -474,7 +474,7 @@ class Consumer:
         """Record the figures of loads that have ended on some ranks, for ``loads_finished``."""
         for request_id, record in records.items():
             pull = self._pulls.get(request_id)
-            if pull is not None:
+            if pull is not None and pull.stage is PullStage.LOADING:
                 before = pull.record
                 pull.record = record if before is None else before.combine(record)
 

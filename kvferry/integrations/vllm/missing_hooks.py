@@ -86,7 +86,8 @@ def _pause(
     mode: str = "abort",
     clear_cache: bool = True,
 ) -> object:
-    hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
+    if mode in ("abort", "wait", "keep"):  # vLLM refuses others
+        hooks.before_pause(keeps=mode == "keep", clears=clear_cache)
     return original(mode, clear_cache)
 
 

@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+LOGGED_ONCE = frozenset({NoTicket.ROLE, NoTicket.CUT_MEDIA, NoTicket.LIST})
+"""The reasons of which only the first is a warning: settings, or what clients ask for."""
+
+
 class Producer:
     """Hold the blocks of requests that other engines decode, and make their tickets.
 
@@ -97,6 +101,7 @@ class Producer:
         # whose pages are held. vLLM answers with the ticket of the sample that ends last, so all
         # have its ticket.
         self._samples: dict[tuple[str, bytes], HeldRequest] = {}
+        self._logged_reasons = frozenset[NoTicket]()
         # How often each request was preempted before it got the blocks that it has.
         self._preemptions: dict[str, int] = {}
         self._pressure = BlockPressure(facts.blocks)
@@ -322,6 +327,9 @@ class Producer:
             level = self._facts.reports.level
         else:
             self._metrics.add(NO_TICKETS, reason=error.reason.value)
+            if error.reason in self._logged_reasons:
+                level = logging.DEBUG
+            self._logged_reasons |= {error.reason} & LOGGED_ONCE
         logger.log(
             level,
             "request %s: no ticket is made (stage prefill, cause %s): %s",
