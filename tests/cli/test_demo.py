@@ -82,6 +82,7 @@ def test_wrong_byte_between_other_shapes_is_reported_and_fails_the_command(
     [
         (("--driver", "pigeon"), "no driver 'pigeon' is installed; installed: loopback"),
         (("--prefill", "9/HND/16"), "write RANKS (1 to 8)/ORDER (HND or NHD)/TOKENS (1 to 1024)"),
+        (("--megabytes", "99999"), "choose --megabytes below"),
     ],
 )
 def test_invalid_arguments_are_reported_on_one_line(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -99,6 +101,19 @@ def test_names_that_cannot_be_files_are_refused(
     assert not (tmp_path / "keys").exists()
 
 
-def test_folder_that_is_none_is_named(keygen: Keygen, tmp_path: Path) -> None:
+def test_files_that_cannot_all_be_written_leave_nothing(
+    keygen: Keygen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, done = os.fchmod, list[int]()
+
+    def change_one(descriptor: int, mode: int) -> None:
+        if done:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done.append(descriptor)
+        change(descriptor, mode)
+
+    monkeypatch.setattr(os, "fchmod", change_one)
+    assert "No space left on device" in keygen(tmp_path, status=1)
+    assert not [*tmp_path.iterdir()]
     (tmp_path / "file").write_text("")
     assert "file cannot be written" in keygen(tmp_path / "file", status=1)

@@ -92,6 +92,15 @@ class TestTickets:
         }
         assert words in caplog.text
 
+    def test_what_settings_cause_is_one_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        for settings, lines in (({"role": "kv_consumer"}, 1), ({"max_held_fraction": 2 / 64}, 2)):
+            made = producer(**settings)
+            for name in "ab":
+                made.on_new_request(each := request(40, PREFILL, name=name))
+                assert finish(made, each) is None
+            assert len([each for each in caplog.records if each.levelname == "WARNING"]) == lines
+            caplog.clear()
+
     def test_id_that_is_still_held(self) -> None:
         """The pages of the first request stay its own; the second is served without a ticket."""
         made = producer()
