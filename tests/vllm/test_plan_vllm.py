@@ -61,7 +61,7 @@ def model(windows: Sequence[int]) -> Model:
     return Model(
         layers=len(windows),
         windows={n: window for n, window in enumerate(windows) if window >= 0},
-        attention_heads=HEADS,
+        attention_heads=24,
         kv_heads=HEADS,
         parts={"k": HEAD, "v": HEAD},
         dtype="bfloat16",
