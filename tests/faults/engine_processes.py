@@ -27,6 +27,7 @@ from kvferry.core.transport.registry import create
 from kvferry.testing.engines import CacheShape
 from tests.core.endpoint.engines import Engine
 from tests.faults.cable import staged_transport
+from tests.free_port import free_port
 from tests.waiting import eventually
 
 TOKENS = 8
@@ -165,6 +166,7 @@ def run_producer(
 ) -> None:
     """Run a producer that takes commands."""
     transport = partial(create, driver)
+    port = port or free_port()  # one that no connection takes before a restart
     with Engine(name, SHAPE, options=OPTIONS, port=port, transport=transport) as prefill:
         commands = ProducerCommands(prefill)
         pipe.send(prefill.server.port)
