@@ -193,15 +193,15 @@ def _update(
     model_runner_output: ModelRunnerOutput,
 ) -> dict[int, EngineCoreOutputs]:
     """End requests as vLLM ends those whose load failed, and then update the others."""
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-    from vllm.v1.request import RequestStatus
-
     report = model_runner_output.kv_connector_output
     names = set() if report is None else set(hooks.doomed(report))
     if report is not None and (blocks := hooks.failed_blocks(report)):
         report.invalid_block_ids = report.invalid_block_ids | blocks  # vLLM 0.29
     if not names:
         return original(scheduler_output, model_runner_output)
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
     manager = scheduler.kv_cache_manager
     for name in names:
         manager.evict_blocks({each for ids in manager.get_block_ids(name) for each in ids})
